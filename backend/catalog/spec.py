@@ -1,0 +1,85 @@
+"""What a model or a LoRA file turned out to be. Plain data, made from headers alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class TensorAt:
+    """One stored tensor: which bytes of which file, and what they hold."""
+
+    file: Path
+    key: str  # its name in the file
+    dtype: str  # as safetensors writes it: "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2", "U8", ...
+    shape: tuple[int, ...]
+    start: int  # absolute offset of the first byte in the file
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class PartSpec:
+    """One network of a model (dit, text_encoder, vae): its class, sizes and where each of its parameters lies."""
+
+    name: str
+    network: str  # "package:Class"
+    config: dict  # keyword arguments of the class
+    tensors: dict[str, TensorAt]  # the module's own parameter name -> where
+    scales: dict[str, TensorAt] = field(default_factory=dict)  # parameter name -> factor for scaled 8-bit storage
+    storage: str = "bfloat16"  # dtype of most of its bytes, in torch's spelling
+    folder: Path | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(at.nbytes for at in self.tensors.values())
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(sorted({at.file for at in self.tensors.values()}))
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model as found: its family and parts, what is missing, and why it was taken for this."""
+
+    family: str
+    title: str
+    variant: str
+    parts: dict[str, PartSpec]
+    path: Path | None = None
+    missing: tuple[str, ...] = ()  # parts needed to make pictures that were not found
+    evidence: tuple[str, ...] = ()
+    tokenizer: Path | None = None
+    scheduler: dict = field(default_factory=dict)  # scheduler_config.json, or the family's default
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """A LoRA file as found, from its header."""
+
+    path: Path
+    family: str  # "" when it cannot be told
+    dialect: str
+    ranks: tuple[int, ...]  # the distinct ranks, ascending
+    alphas: tuple[float, ...]
+    targets: tuple[str, ...]  # kinds of module touched, e.g. "attn.to_q"
+    num_modules: int
+    algorithms: tuple[str, ...] = ("lora",)
+    components: tuple[str, ...] = ("dit",)
+    trigger_words: tuple[str, ...] = ()
+    trainer: str = ""
+    base: str = ""
+    nbytes: int = 0
+    modified: float = 0.0
+    metadata: dict[str, str] = field(default_factory=dict)
+    evidence: tuple[str, ...] = ()
+    families_possible: tuple[str, ...] = ()

@@ -1,0 +1,305 @@
+"""Settings written once: a frozen dataclass of knobs from which form, flags, checks, files and reference page are computed.
+
+    @dataclass(frozen=True)
+    class Size:
+        height: int | None = knob(None, help="Fixed height.", low=16, unit="px")
+
+    @dataclass(frozen=True)
+    class Config:
+        size: Size = section(Size, "Size")
+
+Knob names are unique over all sections of a config, so a flat `{name: value}` and `--name value` are unambiguous.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from backend.schema.messages import Trouble
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One setting: its name, where it sits, what it may hold and how it is spoken of."""
+
+    name: str
+    path: tuple[str, ...]  # attribute path from the config's root, the name last
+    section: str  # title of its section, "" at the root
+    kind: type  # str, int, float, bool, or tuple (of str)
+    optional: bool  # may be None
+    default: object
+    help: str
+    label: str
+    unit: str
+    choices: tuple[str, ...]
+    low: float | None
+    high: float | None
+    step: float | None
+    lines: int
+    level: str  # "basic" | "advanced" | "hidden" (not in the form)
+
+
+def knob(
+    default,
+    *,
+    help: str,
+    label: str = "",
+    unit: str = "",
+    choices: tuple[str, ...] = (),
+    low: float | None = None,
+    high: float | None = None,
+    step: float | None = None,
+    lines: int = 1,
+    level: str = "basic",
+):
+    """A dataclass field that is a setting. `low` and `high` are inclusive; `choices` are strings."""
+    return field(
+        default=default,
+        metadata={
+            "knob": dict(
+                help=help,
+                label=label,
+                unit=unit,
+                choices=tuple(choices),
+                low=low,
+                high=high,
+                step=step,
+                lines=lines,
+                level=level,
+            )
+        },
+    )
+
+
+def section(cls: type, title: str):
+    """A dataclass field that is a group of settings."""
+    return field(default_factory=cls, metadata={"section": title})
+
+
+def knobs_of(cls: type, *, _path: tuple[str, ...] = (), _title: str = "") -> Iterator[Knob]:
+    """Every knob of a config class, depth first, in the order written."""
+    hints = typing.get_type_hints(cls)
+    for item in dataclasses.fields(cls):
+        if "section" in item.metadata:
+            yield from knobs_of(hints[item.name], _path=(*_path, item.name), _title=item.metadata["section"])
+        elif "knob" in item.metadata:
+            said = dict(item.metadata["knob"])
+            kind, optional = _kind_of(hints[item.name])
+            said["label"] = said["label"] or item.name.replace("_", " ").capitalize()
+            yield Knob(
+                name=item.name,
+                path=(*_path, item.name),
+                section=_title,
+                kind=kind,
+                optional=optional,
+                default=item.default,
+                **said,
+            )
+
+
+def _kind_of(hint) -> tuple[type, bool]:
+    optional = False
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        inner = [arg for arg in typing.get_args(hint) if arg is not types.NoneType]
+        optional = len(inner) < len(typing.get_args(hint))
+        hint = inner[0]
+    origin = typing.get_origin(hint) or hint
+    assert origin in (str, int, float, bool, tuple), f"a knob cannot hold {hint}"
+    return origin, optional
+
+
+def to_values(config) -> dict[str, object]:
+    """`{knob name: value}` over all sections."""
+    values = {}
+    for item in knobs_of(type(config)):
+        here = config
+        for name in item.path:
+            here = getattr(here, name)
+        values[item.name] = here
+    return values
+
+
+def from_values(cls: type, values: dict[str, object], *, base=None):
+    """A config of `cls` with `values` by knob name over `base` (or the defaults).
+
+    Text is converted to the knob's kind. Raises Trouble for a name that is none, a value of the wrong kind or out of range.
+    """
+    known = {item.name: item for item in knobs_of(cls)}
+    for name in values:
+        if name not in known:
+            raise Trouble("unknown_setting", f"There is no setting called {name!r}.", hint=_nearest(name, known))
+    config = base if base is not None else cls()
+    for name, value in values.items():
+        config = _replaced(config, known[name].path, _converted(known[name], value))
+    check(config)
+    return config
+
+
+def _nearest(name: str, known) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"Did you mean {close[0]!r}?" if close else "See docs/settings.md for the list."
+
+
+def _replaced(config, path: tuple[str, ...], value):
+    if len(path) == 1:
+        return dataclasses.replace(config, **{path[0]: value})
+    return dataclasses.replace(config, **{path[0]: _replaced(getattr(config, path[0]), path[1:], value)})
+
+
+def _converted(item: Knob, value):
+    if value is None or (item.optional and isinstance(value, str) and value.strip() in ("", "None")):
+        if item.optional:
+            return None
+        raise Trouble("bad_value", f"{item.label} (--{item.name}) needs a value.")
+    try:
+        return _CONVERT[item.kind](value)
+    except (TypeError, ValueError, OverflowError):
+        raise Trouble(
+            "bad_value", f"{item.label} (--{item.name}) is {value!r}, which is not {_KIND_WORDS[item.kind]}."
+        ) from None
+
+
+def _to_bool(value) -> bool:
+    if isinstance(value, bool):
+        return value
+    words = {"true": True, "yes": True, "1": True, "on": True, "false": False, "no": False, "0": False, "off": False}
+    return words[value.strip().lower()] if isinstance(value, str) and value.strip().lower() in words else _refuse()
+
+
+def _refuse():
+    raise ValueError
+
+
+def _to_int(value) -> int:
+    if isinstance(value, bool):
+        _refuse()
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else _refuse()
+    return int(value)
+
+
+def _to_float(value) -> float:
+    number = _refuse() if isinstance(value, bool) else float(value)
+    return number if math.isfinite(number) else _refuse()
+
+
+def _to_tuple(value) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = [part for line in value.splitlines() for part in line.split(",")]
+    return tuple(str(part).strip() for part in value if str(part).strip())
+
+
+def _to_str(value) -> str:
+    return value if isinstance(value, str) else _refuse()
+
+
+_CONVERT = {str: _to_str, int: _to_int, float: _to_float, bool: _to_bool, tuple: _to_tuple}
+_KIND_WORDS = {str: "a text", int: "a whole number", float: "a number", bool: "yes or no", tuple: "a list"}
+
+
+def check(config) -> None:
+    """Raises Trouble for the first value that is outside its knob's range or choices."""
+    values = to_values(config)
+    for item in knobs_of(type(config)):
+        value = values[item.name]
+        if value is None:
+            continue
+        if item.choices and value not in item.choices:
+            raise Trouble(
+                "bad_value", f"{item.label} (--{item.name}) is {value!r}; it can be {', '.join(item.choices)}."
+            )
+        if item.low is not None and value < item.low:
+            raise Trouble("bad_value", f"{item.label} (--{item.name}) is {value}; the least is {item.low:g}.")
+        if item.high is not None and value > item.high:
+            raise Trouble("bad_value", f"{item.label} (--{item.name}) is {value}; the most is {item.high:g}.")
+
+
+class _Flags(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise Trouble("bad_flags", f"The command line is not right: {message}.", hint="--help lists every flag.")
+
+
+def from_flags(cls: type, argv: Sequence[str], *, program: str = ""):
+    """A config of `cls` from `--name value` flags; yes/no knobs are `--name` and `--no-name`. Unknown flags raise Trouble."""
+    parser = _Flags(prog=program or None, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for item in knobs_of(cls):
+        text = f"{item.help} [default: {_shown(item.default)}]".replace("%", "%%")
+        if item.kind is bool:
+            parser.add_argument(f"--{item.name}", action=argparse.BooleanOptionalAction, help=text)
+        else:
+            parser.add_argument(f"--{item.name}", metavar=item.unit or item.kind.__name__.upper(), help=text)
+    return from_values(cls, vars(parser.parse_args(list(argv))))
+
+
+def to_flags(config, *, all: bool = False) -> list[str]:
+    """The flags that `from_flags` reads back to an equal config: those that differ from the defaults, or all."""
+    flags = []
+    values = to_values(config)
+    for item in knobs_of(type(config)):
+        value = values[item.name]
+        if value == item.default and not all:
+            continue
+        if item.kind is bool:
+            flags.append(f"--{item.name}" if value else f"--no-{item.name}")
+        elif value is not None:
+            flags += [f"--{item.name}", ",".join(value) if item.kind is tuple else str(value)]
+    return flags
+
+
+def to_file_text(config) -> str:
+    """A config as JSON text with only what differs from the defaults; `from_file_text` reads it."""
+    defaults = to_values(type(config)())
+    changed = {name: value for name, value in to_values(config).items() if value != defaults[name]}
+    return json.dumps(changed, ensure_ascii=False, indent=2) + "\n"
+
+
+def from_file_text(cls: type, text: str):
+    """The config in JSON `text`. Raises Trouble where it is not JSON, not an object, or holds an unknown name."""
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise Trouble("bad_file", f"The settings file is not JSON: {error}.") from None
+    if not isinstance(values, dict):
+        raise Trouble("bad_file", "The settings file must hold one JSON object of names and values.")
+    return from_values(cls, values)
+
+
+def _shown(value) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def reference(cls: type, title: str) -> str:
+    """The reference page of `cls` in Markdown: one table per section."""
+    lines = [f"## {title}", ""]
+    here = None
+    for item in knobs_of(cls):
+        if item.section != here:
+            here = item.section
+            lines += ([""] if lines[-1] else []) + ([f"### {here}", ""] if here else [])
+            lines += ["| setting | default | range | what it does |", "|---|---|---|---|"]
+        span = ", ".join(item.choices) or _range(item)
+        default = _shown(item.default)
+        lines.append(f"| `--{item.name}` | {f'`{default}`' if default else ''} | {span} | {item.help} |")
+    return "\n".join(lines) + "\n"
+
+
+def _range(item: Knob) -> str:
+    unit = f" {item.unit}" if item.unit else ""
+    if item.low is not None and item.high is not None:
+        return f"{item.low:g} to {item.high:g}{unit}"
+    if item.low is not None:
+        return f"{item.low:g} or more{unit}"
+    return item.unit

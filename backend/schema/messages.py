@@ -1,0 +1,79 @@
+"""The one error that users see, and the JSON lines that processes exchange."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+
+
+class Trouble(Exception):
+    """Something that a person must hear about, in words that help.
+
+    `kind` is a short stable word for programs ("missing_file", "out_of_memory", ...), `message` one sentence that names
+    what is wrong and with which value, `hint` what to do about it, `detail` the technical remainder (may be long).
+    """
+
+    def __init__(self, kind: str, message: str, *, hint: str = "", detail: str = ""):
+        super().__init__(message)
+        self.kind, self.message, self.hint, self.detail = kind, message, hint, detail
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.hint}".strip()
+
+    def __reduce__(self):
+        return (_rebuild_trouble, (self.kind, self.message, self.hint, self.detail))
+
+    def to_values(self) -> dict[str, str]:
+        return {"kind": self.kind, "message": self.message, "hint": self.hint, "detail": self.detail}
+
+
+def _rebuild_trouble(kind: str, message: str, hint: str, detail: str) -> Trouble:
+    return Trouble(kind, message, hint=hint, detail=detail)
+
+
+def trouble_from_values(values: dict) -> Trouble:
+    """The inverse of `Trouble.to_values`; missing fields become empty."""
+    return Trouble(
+        str(values.get("kind", "unknown")),
+        str(values.get("message", "")),
+        hint=str(values.get("hint", "")),
+        detail=str(values.get("detail", "")),
+    )
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of a worker's answer or of a run's `events.jsonl`: a name, the id it belongs to, and its values."""
+
+    event: str
+    id: str = ""
+    time: float = 0.0
+    values: dict = field(default_factory=dict)
+
+
+def to_line(event: str, *, id: str = "", **values) -> str:
+    """One JSON line (with its newline) for `event`; the time (seconds since the epoch) is added here."""
+    return json.dumps({"event": event, "id": id, "time": time.time(), **values}, ensure_ascii=False) + "\n"
+
+
+def from_line(line: str) -> Event | None:
+    """The event in `line`, or None for a line that is not one (a torn last line, a stray print)."""
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(values, dict) or not isinstance(values.get("event"), str):
+        return None
+    stamp = values.pop("time", 0.0)
+    return Event(
+        event=values.pop("event"),
+        id=str(values.pop("id", "")),
+        time=float(stamp) if isinstance(stamp, int | float) else 0.0,
+        values=values,
+    )
+
+
+def to_json(record) -> str:
+    """A frozen dataclass as indented JSON text, for files that people may read."""
+    return json.dumps(asdict(record), ensure_ascii=False, indent=2) + "\n"

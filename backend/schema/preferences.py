@@ -1,0 +1,32 @@
+"""What a person sets once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backend.schema.knobs import knob
+
+
+@dataclass(frozen=True)
+class Preferences:
+    """Read from `user/preferences.json`; every field has an effect at the next start of a worker or at once."""
+
+    model_folders: tuple[str, ...] = knob((), help="Further folders with models, one per line.", lines=3)
+    lora_folders: tuple[str, ...] = knob((), help="Further folders with LoRA files, one per line.", lines=3)
+    reserve_gib: float = knob(
+        0.6,
+        help="Video memory kept free for the desktop and other programs.",
+        low=0.0,
+        high=64.0,
+        unit="GiB",
+        label="Memory reserve",
+    )
+    download_source: str = knob(
+        "modelscope", help="Where missing model files come from.", choices=("modelscope", "huggingface")
+    )
+    offline: bool = knob(False, help="Never download; say what is missing instead.")
+    allow_fp8: bool = knob(
+        True, help="The plan may store weights in FP8 (half the memory, slightly different pictures)."
+    )
+    device: str = knob("auto", help="Device that computes: auto, cpu, cuda:0, mps, xpu:0 …")
+    theme: str = knob("system", help="Light, dark, or as the system says.", choices=("system", "light", "dark"))

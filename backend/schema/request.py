@@ -1,0 +1,64 @@
+"""A request for pictures and its answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from backend.schema.knobs import knob
+
+
+@dataclass(frozen=True)
+class LoraUse:
+    """A LoRA file and how strongly it acts."""
+
+    path: str
+    strength: float = 1.0
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """Everything that determines a picture. Two equal requests give equal pictures on the same machine."""
+
+    model: str = knob("loft/starter", help="Model: an id such as `loft/starter`, a folder, or a file.")
+    prompt: str = knob("", help="What the picture shows.", lines=3)
+    negative_prompt: str = knob("", help="What to keep away from; needs guidance above 1.", lines=2)
+    width: int = knob(128, help="Width in pixels.", low=16, high=8192, step=16, unit="px")
+    height: int = knob(128, help="Height in pixels.", low=16, high=8192, step=16, unit="px")
+    num_inference_steps: int = knob(12, help="Denoising steps.", low=1, high=200, label="Steps")
+    guidance: float = knob(3.0, help="True classifier-free guidance; 1 turns it off.", low=1.0, high=20.0)
+    seed: int = knob(0, help="Seed of the first picture; the next ones count up.", low=0, high=2**53 - 1)
+    count: int = knob(1, help="Pictures to make.", low=1, high=64)
+    loras: tuple[LoraUse, ...] = ()
+    input_image: str | None = knob(None, help="Picture to start from (a file).", label="Input picture")
+    denoising_strength: float = knob(
+        0.75, help="How far to depart from the input picture: 0 keeps it, 1 ignores it.", low=0.0, high=1.0
+    )
+
+
+@dataclass(frozen=True)
+class LoraReceipt:
+    """What one LoRA did: never nothing in silence."""
+
+    name: str
+    path: str = ""
+    hash: str = ""  # sha256 of the file
+    strength: float = 1.0
+    mode: str = "cold"  # "hot" | "cold"
+    layers_applied: int = 0
+    layers_found: int = 0  # modules the file speaks of
+    dialect: str = ""
+    unused: dict[str, str] = field(default_factory=dict)  # key or module -> why
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """Pictures (as files) and how they came about."""
+
+    pictures: tuple[str, ...]
+    seeds: tuple[int, ...]
+    seconds: float
+    loras: tuple[LoraReceipt, ...] = ()
+    predicted_peak_bytes: int = 0
+    measured_peak_bytes: int = 0
+    notes: tuple[str, ...] = ()

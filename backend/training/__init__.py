@@ -1,0 +1,1 @@
+"""Trains LoRAs and models; one process (or one launcher) per run."""

@@ -1,0 +1,1 @@
+"""The page: a Gradio process that never imports torch."""
