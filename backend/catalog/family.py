@@ -1,0 +1,112 @@
+"""What a family says about itself in data: parts, signatures, name maps, LoRA targets, defaults. No torch.
+
+A family is a module of `backend/families` with these names:
+
+    NAME: str                           short word for programs, the same as the module's name
+    TITLE: str                          for people
+    PARTS: dict[str, Part]              attribute name of a pipeline ("dit", "text_encoder", "vae") -> what it is
+    SIGNATURES: tuple[Signature, ...]   how its files are known, one per variant of a part
+    NAME_MAPS: tuple[NameMap, ...]      other spellings of its module names, for checkpoints and LoRA files alike
+    LORA: LoraTargets
+    DEFAULTS: Defaults
+    SCHEDULER: dict                     scheduler_config.json where a model brings none
+    SIZES: SizeRule
+
+and, unless it is only a set of name maps, the functions that `docs/architecture.md` lists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Part:
+    """One network of a family."""
+
+    network: str  # "package.module:Class", imported only when a part is loaded
+    folder: str  # its folder in the diffusers layout: "transformer", "text_encoder", "vae"
+    phase: str  # "text" | "denoise" | "decode": when it is needed on the card
+    files: tuple[str, ...] = ("diffusion_pytorch_model*.safetensors", "model*.safetensors")
+    needed: bool = True  # no picture without it
+    blocks: tuple[str, ...] = ()  # module lists whose members are moved one at a time: ("transformer_blocks",)
+    config: dict = field(default_factory=dict)  # keyword arguments of the class where no config.json lies beside
+    prefixes: tuple[str, ...] = ()  # cut from stored names, longest first, before they are compared with the module's
+    unused: tuple[
+        str, ...
+    ] = ()  # stored names (after the cut) that begin so are not loaded: a vision tower, an lm_head
+    keep_precise: tuple[
+        str, ...
+    ] = ()  # kinds of module that stay in the computing dtype when weights are stored in FP8
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Parameter names and shapes that make a set of tensors this part of this family.
+
+    `must` and `must_not` are the part's own names (or, for `dialect` not "", names in that dialect), after the prefixes were
+    cut; "{}" stands for a number, tried with 0. `shapes` says what some of them must measure, None for any size.
+    """
+
+    part: str
+    variant: str
+    must: tuple[str, ...]
+    must_not: tuple[str, ...] = ()
+    shapes: dict[str, tuple[int | None, ...]] = field(default_factory=dict)
+    dialect: str = ""
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One module in another spelling and the modules it stands for; "{}" is a number, the same on both sides.
+
+    A fused module is several: its rows belong to `modules` in turn, in the proportions `rows` (empty: equal shares).
+    `swap_halves`: the two halves of its rows are exchanged. `leaf` renames the last name of a checkpoint's key.
+    """
+
+    theirs: str
+    modules: tuple[str, ...]
+    rows: tuple[int, ...] = ()
+    swap_halves: bool = False
+    leaf: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class NameMap:
+    """A dialect: how another program spells the modules of one part. Modules that no rule names are spelt alike."""
+
+    dialect: str
+    part: str
+    rules: tuple[Rule, ...] = ()
+
+
+@dataclass(frozen=True)
+class LoraTargets:
+    """Which modules of which part a LoRA touches: `presets` name -> ends of module names; `default` is one of the names."""
+
+    part: str = "dit"
+    presets: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    default: str = ""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return self.presets.get(self.default, ())
+
+
+@dataclass(frozen=True)
+class SizeRule:
+    """Which sizes a model draws: both sides a multiple of `multiple`; `pixels` is the area it was trained for (0: any)."""
+
+    multiple: int = 16
+    pixels: int = 0
+    compression: int = 8  # pixels per latent cell
+    patch: int = 2  # latent cells per token
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What differs from the general defaults: fields of `GenerationRequest` and knobs of `TrainingConfig` by name."""
+
+    request: dict[str, object] = field(default_factory=dict)
+    training: dict[str, object] = field(default_factory=dict)

@@ -1,0 +1,18 @@
+"""All families, found by listing this package: one module is one family. Importing them takes no torch."""
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+FAMILIES: tuple[ModuleType, ...] = tuple(
+    importlib.import_module(f"{__name__}.{found.name}")
+    for found in sorted(pkgutil.iter_modules(__path__), key=lambda found: found.name)
+)
+
+
+def by_name(name: str) -> ModuleType:
+    """The family called `name`; KeyError with the names there are."""
+    for family in FAMILIES:
+        if family.NAME == name:
+            return family
+    raise KeyError(f"no family {name!r}; there are {', '.join(family.NAME for family in FAMILIES)}")
