@@ -31,6 +31,7 @@ class Part:
     needed: bool = True  # no picture without it
     blocks: tuple[str, ...] = ()  # module lists whose members are moved one at a time: ("transformer_blocks",)
     config: dict = field(default_factory=dict)  # keyword arguments of the class where no config.json lies beside
+    config_key: str = ""  # the entry of config.json that holds them ("text_config"); the whole file where it is absent
     prefixes: tuple[str, ...] = ()  # cut from stored names, longest first, before they are compared with the module's
     unused: tuple[
         str, ...

@@ -12,7 +12,7 @@ FAMILIES: tuple[ModuleType, ...] = tuple(
 
 def by_name(name: str) -> ModuleType:
     """The family called `name`; KeyError with the names there are."""
-    for family in FAMILIES:
-        if family.NAME == name:
-            return family
-    raise KeyError(f"no family {name!r}; there are {', '.join(family.NAME for family in FAMILIES)}")
+    found = next((family for family in FAMILIES if name == family.NAME), None)
+    if found is None:
+        raise KeyError(f"no family {name!r}; there are {', '.join(family.NAME for family in FAMILIES)}")
+    return found
