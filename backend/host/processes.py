@@ -1,0 +1,227 @@
+"""Starts, recognises and ends child processes, on Linux, macOS and Windows alike.
+
+A process is known by its pid *and* its start time, so that a recycled pid is never taken for it. Output goes to log files: a
+pipe that nobody reads any more blocks its writer. Children live in sessions of their own, so a signal to the studio's
+terminal does not reach them; whoever starts them ends them with `end_tree`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from backend.schema.messages import Trouble
+from backend.schema.places import PROJECT
+
+MARK = "LOFT_MARK"  # environment variable that every descendant of a started process inherits
+SUPERVISED = "LOFT_SUPERVISED"  # set by launch.py: the end of stdin asks the studio to end
+SAME_START_SECONDS = 2.0  # start times are derived from the boot time, which the kernel rounds to seconds
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that was started at `created` (seconds since the epoch, as psutil reports it)."""
+
+    pid: int
+    created: float
+    argv: tuple[str, ...] = ()
+
+
+def child_environment(data: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment for a child that works on the data folder `data`."""
+    env = {name: value for name, value in os.environ.items() if name not in (MARK, SUPERVISED)}
+    path = [str(PROJECT), *(item for item in env.get("PYTHONPATH", "").split(os.pathsep) if item)]
+    env.update(
+        LOFT_DATA=str(data),
+        PYTHONPATH=os.pathsep.join(dict.fromkeys(path)),
+        PYTHONUTF8="1",
+        PYTHONUNBUFFERED="1",
+        CUDA_DEVICE_ORDER="PCI_BUS_ID",  # the order of NVML, which `card.probe` reports
+    )
+    env.update(extra or {})
+    return env
+
+
+def start(
+    argv: Sequence[str],
+    *,
+    log: Path,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    mark: str = "",
+) -> Process:
+    """Starts `argv` in a session of its own with nothing on stdin and both outputs appended to the file `log`.
+
+    `mark` is put into the environment, by which `end_tree` finds descendants whose parents are gone. Raises Trouble("not_started").
+    """
+    with log.open("ab") as out:
+        child = _popen(argv, cwd=cwd, env=env, mark=mark, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+    _reap(child)
+    return identify(child.pid, argv)
+
+
+def start_piped(
+    argv: Sequence[str],
+    *,
+    log: Path,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    mark: str = "",
+) -> tuple[Process, subprocess.Popen]:
+    """As `start`, but with binary pipes on stdin and stdout. The caller reads stdout to its end and waits for the child."""
+    with log.open("ab") as out:
+        child = _popen(argv, cwd=cwd, env=env, mark=mark, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out)
+    return identify(child.pid, argv), child
+
+
+def _popen(argv, *, cwd, env, mark, **streams) -> subprocess.Popen:
+    env = dict(os.environ if env is None else env)
+    if mark:
+        env[MARK] = mark
+    apart: dict = {"start_new_session": True}
+    if sys.platform == "win32":
+        apart = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW}
+    try:
+        return subprocess.Popen([str(word) for word in argv], cwd=cwd, env=env, close_fds=True, **apart, **streams)
+    except OSError as error:
+        raise Trouble("not_started", f"{argv[0]} could not be started: {error.strerror or error}.") from error
+
+
+def _reap(child: subprocess.Popen) -> None:
+    """Waits for the child in the background, so that none stays behind as a zombie."""
+    threading.Thread(target=child.wait, name=f"wait-{child.pid}", daemon=True).start()
+
+
+def identify(pid: int, argv: Sequence[str] = ()) -> Process:
+    """The running process `pid`; one that is gone already gets start time 0, which no process has."""
+    try:
+        return Process(pid, psutil.Process(pid).create_time(), tuple(str(word) for word in argv))
+    except psutil.Error:
+        return Process(pid, 0.0, tuple(str(word) for word in argv))
+
+
+def this_process() -> Process:
+    return identify(os.getpid(), sys.orig_argv)
+
+
+def alive(process: Process) -> bool:
+    """Whether that very process still runs; a zombie does not."""
+    return _find(process) is not None
+
+
+def _find(process: Process) -> psutil.Process | None:
+    try:
+        found = psutil.Process(process.pid)
+        if found.status() == psutil.STATUS_ZOMBIE or not _same(found, process):
+            return None
+        return found
+    except psutil.Error:
+        return None
+
+
+def _same(found: psutil.Process, process: Process) -> bool:
+    if abs(found.create_time() - process.created) < SAME_START_SECONDS:
+        return True
+    # A clock that was set shifts every start time; the same command line under the same pid is still that process.
+    return process.created > 0 and bool(process.argv) and _command_line(found) == list(process.argv)
+
+
+def _command_line(found: psutil.Process) -> list[str]:
+    try:
+        return found.cmdline()
+    except psutil.Error:
+        return []
+
+
+def members(process: Process, *, mark: str = "") -> list[psutil.Process]:
+    """The living tree of `process`: itself, all descendants, and orphans of it that carry `mark` or its session."""
+    tree: dict[int, psutil.Process] = {}
+    root = _find(process)
+    if root is not None:
+        tree[root.pid] = root
+        with contextlib.suppress(psutil.Error):  # it ends while being asked; its orphans are found below
+            tree.update((child.pid, child) for child in root.children(recursive=True))
+    for orphan in _orphans(process, mark):
+        tree.setdefault(orphan.pid, orphan)
+    tree.pop(os.getpid(), None)
+    return list(tree.values())
+
+
+def _orphans(process: Process, mark: str) -> Iterable[psutil.Process]:
+    recycled = psutil.pid_exists(process.pid) and _find(process) is None
+    for found in psutil.process_iter():
+        try:
+            if process.created and found.create_time() < process.created - SAME_START_SECONDS:
+                continue
+            if (not recycled and _in_session(found.pid, process)) or (mark and found.environ().get(MARK) == mark):
+                yield found
+        except (psutil.Error, OSError):
+            continue  # gone, or another user's
+
+
+def _in_session(pid: int, process: Process) -> bool:
+    """Whether `pid` is of the session that `process` leads or led; never true of our own session."""
+    if sys.platform == "win32" or process.created == 0:
+        return False
+    return pid != process.pid and os.getsid(pid) == process.pid != os.getsid(0)
+
+
+def end_tree(process: Process, *, grace_seconds: float = 5.0, mark: str = "") -> bool:
+    """Ends `process` and everything under it; returns whether all of it is gone.
+
+    The tree is listed before the first signal, since elastic workers live in sessions of their own and lose their parent with
+    the launcher. All are asked to terminate, those left after `grace_seconds` are killed. With 0 they are killed at once.
+    """
+    tree = members(process, mark=mark)
+    if grace_seconds > 0:
+        _each(tree, psutil.Process.terminate)
+        _, tree = psutil.wait_procs(tree, timeout=grace_seconds)
+        seen = {found.pid for found in tree}
+        tree += [found for found in members(process, mark=mark) if found.pid not in seen]
+    _each(tree, psutil.Process.kill)
+    _, left = psutil.wait_procs(tree, timeout=10)
+    return not [found for found in left if _running(found)]
+
+
+def _running(found: psutil.Process) -> bool:
+    try:
+        return found.is_running() and found.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _each(tree: list[psutil.Process], act: Callable[[psutil.Process], object]) -> None:
+    for found in tree:
+        try:
+            act(found)
+        except psutil.Error:
+            continue
+
+
+def marked(mark: str) -> list[Process]:
+    """Every living process of this user that carries `mark` in its environment."""
+    return [identify(found.pid, _command_line(found)) for found in _orphans(Process(-1, 0.0), mark)]
+
+
+def to_text(process: Process, **more) -> str:
+    """`process` as the JSON text of a `process.json`."""
+    return json.dumps({"pid": process.pid, "created": process.created, "argv": list(process.argv), **more}) + "\n"
+
+
+def from_file(path: Path) -> tuple[Process, dict] | None:
+    """The process and the further values in a `process.json`; None if there is none that can be read."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        process = Process(int(values.pop("pid")), float(values.pop("created")), tuple(values.pop("argv", ()) or ()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return process, values

@@ -1,0 +1,207 @@
+"""The reading of a run's folder: what it is, how far, and how it stands; derived each time, never stored."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+from backend.host import processes
+from backend.host.journal import Journal, LossSeries, Phase, Sample, log_tail
+from backend.schema.messages import Trouble
+from backend.schema.places import Places
+
+LIVE = ("starting", "running", "stopping")
+RESUMABLE = ("stopped", "died", "failed")
+KEPT_JOURNALS = 64
+_reading = threading.Lock()
+_journals: OrderedDict[Path, Journal] = OrderedDict()  # a memo of what was parsed; the files alone are the truth
+
+
+@dataclass(frozen=True)
+class Run:
+    """A reading of a run's folder at one moment. Times are seconds since the epoch, durations seconds."""
+
+    folder: Path
+    name: str
+    status: str  # queued, starting, running, stopping, complete, stopped, died, failed
+    sentence: str  # the status for people
+    process: processes.Process | None
+    phase: Phase | None
+    step: int
+    total_steps: int
+    epoch: int
+    seconds_per_step: float
+    seconds_left: float | None
+    loss: float | None
+    learning_rate: float
+    samples: tuple[Sample, ...]
+    checkpoints: tuple[tuple[int, Path], ...]  # (step, folder) of those that still exist
+    saved: tuple[Path, ...]  # results that still exist, the newest last
+    memory: dict
+    trouble: Trouble | None
+    resumed: dict  # {"step", "restored", "not_restored"} of the newest resume
+    model: str
+    started_at: float
+    changed_at: float
+    revision: tuple  # equal to an earlier reading's: nothing to redraw
+
+    @property
+    def live(self) -> bool:
+        return self.status in LIVE
+
+    @property
+    def can_resume(self) -> bool:
+        return self.status in RESUMABLE
+
+
+def list_runs(places: Places) -> list[Run]:
+    """Every run in the data folder, the newest first; also those that a command line wrote under `models/train`."""
+    found = [folder for folder in _folders(places.runs) if (folder / "config.json").exists()]
+    found += [folder for folder in _folders(places.models / "train") if (folder / "events.jsonl").exists()]
+    return sorted((read(folder) for folder in found), key=lambda run: (run.started_at, run.name), reverse=True)
+
+
+def _folders(parent: Path) -> list[Path]:
+    try:
+        return [folder for folder in parent.iterdir() if folder.is_dir() and not folder.name.startswith(".")]
+    except OSError:
+        return []
+
+
+def live_runs(places: Places) -> list[Run]:
+    """The runs that hold the card now."""
+    candidates = [*_folders(places.runs), *_folders(places.models / "train")]
+    known = [(folder, processes.from_file(folder / "process.json")) for folder in candidates]
+    return [read(folder) for folder, entry in known if entry and processes.alive(entry[0])]
+
+
+def read(folder: Path) -> Run:
+    """The run as its folder and the system's process table tell it now."""
+    known = processes.from_file(folder / "process.json")
+    process, more = known if known else (None, {})
+    lives = process is not None and processes.alive(process)  # asked before the events: a run that ends now has written all
+    stopping = (folder / "stop").exists()
+    with _reading:
+        journal = _journal(folder)
+        journal.update()
+        status = _status(journal, lives, stopping, process, int(more.get("events_at", 0)))
+        return _run(folder, journal, status, process)
+
+
+def _journal(folder: Path) -> Journal:
+    journal = _journals.pop(folder, None) or Journal(folder)
+    _journals[folder] = journal
+    while len(_journals) > KEPT_JOURNALS:
+        _journals.popitem(last=False)
+    return journal
+
+
+def _status(journal: Journal, lives: bool, stopping: bool, process, events_at: int) -> str:
+    fresh = journal.last is not None and journal.last_offset >= events_at  # an event of this life, not of an earlier one
+    if lives and not fresh:
+        return "starting"
+    if fresh and journal.finished is not None:
+        return "complete" if journal.finished.get("reason") == "complete" else "stopped"
+    if lives:
+        if stopping:
+            return "stopping"
+        return "running" if journal.started else "starting"
+    if process is None and journal.last is None:
+        return "queued"
+    if fresh and journal.last.event == "trouble":
+        return "failed"
+    return "stopped" if stopping else "died"
+
+
+def _run(folder: Path, journal: Journal, status: str, process) -> Run:
+    left = None
+    if status in LIVE and journal.seconds_per_step and journal.total_steps:
+        left = max(0, journal.total_steps - journal.step) * journal.seconds_per_step
+    trouble = journal.trouble if status in ("failed", "running", "stopping") else None
+    if status == "died":
+        trouble = _death(folder, journal)
+    return Run(
+        folder=folder,
+        name=folder.name,
+        status=status,
+        sentence=_sentence(status, journal, trouble),
+        process=process,
+        phase=journal.phase if status in LIVE else None,
+        step=journal.step,
+        total_steps=journal.total_steps,
+        epoch=journal.epoch,
+        seconds_per_step=journal.seconds_per_step,
+        seconds_left=left,
+        loss=journal.loss,
+        learning_rate=journal.learning_rate,
+        samples=tuple(journal.samples),
+        checkpoints=tuple(item for item in journal.checkpoints if item[1].exists()),
+        saved=tuple(path for path in journal.saved if path.exists()),
+        memory=dict(journal.memory),
+        trouble=trouble,
+        resumed=dict(journal.resumed),
+        model=str(journal.started.get("model", "")),
+        started_at=process.created if process else journal.first_time or _changed(folder),
+        changed_at=journal.last.time if journal.last else _changed(folder),
+        revision=(status, journal.offset, file_size(folder / "log.txt"), process.pid if process else 0),
+    )
+
+
+def _death(folder: Path, journal: Journal) -> Trouble:
+    at = f"after step {journal.step}" if journal.step else "before its first step"
+    return Trouble(
+        "died",
+        f"The run's process ended {at} without a word.",
+        hint="It was killed, or the machine ran out of memory or was restarted. Resume goes on from the newest checkpoint.",
+        detail=log_tail(folder / "log.txt", lines=30),
+    )
+
+
+def _sentence(status: str, journal: Journal, trouble: Trouble | None) -> str:
+    steps = f"step {journal.step} of {journal.total_steps}" if journal.total_steps else f"step {journal.step}"
+    if trouble is not None and status in ("failed", "died"):
+        return str(trouble)
+    return {
+        "queued": "Waits to be started.",
+        "starting": "Starting: loading the libraries.",
+        "running": f"Training, {steps}." if journal.step else "Preparing.",
+        "stopping": f"Saving and ending, {steps}.",
+        "complete": f"Complete at {steps}.",
+        "stopped": f"Stopped at {steps}.",
+        "failed": "Failed.",
+    }[status]
+
+
+def forget(folder: Path) -> None:
+    """Drops what was parsed of a folder that is gone."""
+    with _reading:
+        _journals.pop(folder, None)
+
+
+def loss_series(folder: Path, *, points: int = 400) -> LossSeries:
+    """The loss curve of a run, thinned to at most `points` for plotting."""
+    with _reading:
+        journal = _journal(folder)
+        journal.update()
+        return journal.loss_series(points)
+
+
+def log(folder: Path, *, lines: int = 200) -> str:
+    """The end of the run's log, bounded, as a terminal would show it."""
+    return log_tail(folder / "log.txt", lines=lines)
+
+
+def file_size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _changed(folder: Path) -> float:
+    try:
+        return (folder / "config.json").stat().st_mtime
+    except OSError:
+        return 0.0

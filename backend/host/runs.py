@@ -1,0 +1,195 @@
+"""Training runs as folders: made, started, read, asked to stop, ended, resumed. Status is derived at every reading, never stored.
+
+A run goes on when the studio or the browser is gone; whoever opens the folder next sees it as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from backend.host import processes
+from backend.host.files import write_text
+from backend.host.journal import LossSeries, Phase, Sample
+from backend.host.run import Run, file_size, forget, list_runs, live_runs, log, loss_series, read
+from backend.schema.knobs import from_file_text, to_file_text, to_flags
+from backend.schema.messages import Trouble
+from backend.schema.places import Places
+from backend.schema.training import TrainingConfig
+
+__all__ = [
+    "LossSeries",
+    "Phase",
+    "Run",
+    "Sample",
+    "command",
+    "command_of",
+    "command_text",
+    "config_of",
+    "create",
+    "discard",
+    "kill",
+    "list_runs",
+    "live_runs",
+    "log",
+    "loss_series",
+    "read",
+    "resume",
+    "start",
+    "stop",
+    "stop_all",
+]
+_starting = threading.Lock()
+
+
+def create(config: TrainingConfig, places: Places) -> Path:
+    """A new folder `runs/<date>_<time>_<name>/` with the run's `config.json`; nothing is started."""
+    places.runs.mkdir(parents=True, exist_ok=True)
+    making = places.runs / f".new-{secrets.token_hex(4)}"
+    making.mkdir()
+    try:
+        write_text(making / "config.json", to_file_text(config))
+        stem = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{_slug(config.output.name)}"
+        for number in range(1, 1000):
+            folder = places.runs / (stem if number == 1 else f"{stem}-{number}")
+            if folder.exists():
+                continue
+            try:
+                making.rename(folder)
+            except OSError:
+                if not folder.exists():  # not a name taken by another at this very moment
+                    raise
+                continue
+            return folder
+        raise Trouble("no_name", f"There are already a thousand runs called {stem}.", hint="Choose another name.")
+    except BaseException:
+        shutil.rmtree(making, ignore_errors=True)
+        raise
+
+
+def _slug(name: str) -> str:
+    """`name` as a part of a folder's name on every system."""
+    return re.sub(r"[^\w.-]+", "-", name.strip()).strip("-.")[:40] or "run"
+
+
+def config_of(folder: Path) -> TrainingConfig:
+    """The settings of a run. Raises Trouble for a `config.json` that is missing or not right."""
+    try:
+        text = (folder / "config.json").read_text(encoding="utf-8")
+    except OSError as error:
+        raise Trouble(
+            "missing_file", f"The run's settings {folder / 'config.json'} cannot be read: {error.strerror}."
+        ) from None
+    return from_file_text(TrainingConfig, text)
+
+
+def command(folder: Path) -> list[str]:
+    """The argument list that `start` runs."""
+    return [sys.executable, "-m", "backend.training", str(folder)]
+
+
+def command_of(config: TrainingConfig) -> list[str]:
+    """The argument list that trains the same by hand, from the project's folder."""
+    return ["accelerate", "launch", "-m", "backend.training", *to_flags(config)]
+
+
+def command_text(argv: Sequence[str], *, windows: bool | None = None) -> str:
+    """`argv` as one line to paste into a terminal: of Windows or of the others; by default of this machine."""
+    if windows is None:
+        windows = sys.platform == "win32"
+    return subprocess.list2cmdline(argv) if windows else shlex.join(argv)
+
+
+def start(folder: Path, *, places: Places, engine=None) -> processes.Process:
+    """Starts the run in `folder`, or goes on with it from its newest checkpoint; returns at once.
+
+    The card has one owner: with `engine` (a `host.engine.Engine`) the worker is ended first. Raises Trouble("already_running").
+    """
+    with _starting:
+        run = read(folder)
+        if run.live:
+            raise Trouble("already_running", f"The run {run.name} is going on already.", hint="Watch it on the page.")
+        config_of(folder)
+        if engine is not None:
+            engine.stop()
+        (folder / "stop").unlink(missing_ok=True)
+        events_at = file_size(folder / "events.jsonl")
+        process = processes.start(
+            command(folder),
+            log=folder / "log.txt",
+            cwd=places.root,
+            env=processes.child_environment(places.root),
+            mark=_mark(folder),
+        )
+        write_text(folder / "process.json", processes.to_text(process, events_at=events_at))
+        return process
+
+
+def resume(folder: Path, *, places: Places, engine=None) -> processes.Process:
+    """Goes on with a run that was stopped, died or failed. Raises Trouble for one that lives or is complete."""
+    run = read(folder)
+    if run.status == "complete":
+        raise Trouble(
+            "complete",
+            f"The run {run.name} is complete at step {run.step}.",
+            hint="Raise the number of epochs or steps in a new run that begins from this one's result.",
+        )
+    return start(folder, places=places, engine=engine)
+
+
+def stop(folder: Path) -> None:
+    """Asks the run to save and end; it does so after the step it is at."""
+    write_text(folder / "stop", "save and end\n")
+
+
+def kill(folder: Path, *, grace_seconds: float = 3.0) -> bool:
+    """Ends the run's processes now, all of them; what was not saved is lost. Returns whether all are gone."""
+    stop(folder)  # so that the reading says "stopped", as was asked, and not "died"
+    known = processes.from_file(folder / "process.json")
+    process = known[0] if known else processes.Process(-1, 0.0)
+    return processes.end_tree(process, grace_seconds=grace_seconds, mark=_mark(folder))
+
+
+def stop_all(places: Places, *, grace_seconds: float = 20.0, hurry: threading.Event | None = None) -> list[Path]:
+    """Ends every run that was started from a page on this data folder: asked to save first, killed after the grace.
+
+    `hurry`, once set, ends the wait. Returns the folders. Runs that were started from a command line are left alone.
+    """
+    mine = [run.folder for run in list_runs(places) if run.live and processes.marked(_mark(run.folder))]
+    for folder in mine:
+        with contextlib.suppress(OSError):  # a full disk must not keep the others from being ended
+            stop(folder)
+    end = time.monotonic() + grace_seconds
+    while any(read(folder).live for folder in mine) and time.monotonic() < end and not (hurry and hurry.is_set()):
+        time.sleep(0.1)
+    for folder in mine:
+        with contextlib.suppress(OSError):
+            kill(folder)
+    return mine
+
+
+def discard(folder: Path, *, places: Places) -> Path:
+    """Moves a run that does not live into the trash; returns where it lies now."""
+    run = read(folder)
+    if run.live:
+        raise Trouble("already_running", f"The run {run.name} is going on.", hint="Stop it first.")
+    places.trash.mkdir(parents=True, exist_ok=True)
+    target = places.trash / folder.name
+    while target.exists():
+        target = places.trash / f"{folder.name}-{secrets.token_hex(2)}"
+    shutil.move(str(folder), str(target))
+    forget(folder)
+    return target
+
+
+def _mark(folder: Path) -> str:
+    return f"run:{folder.resolve()}"
