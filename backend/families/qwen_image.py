@@ -57,7 +57,12 @@ SIGNATURES = (
         part="text_encoder",
         variant="base",
         title="Qwen2.5-VL",
-        must=("layers.{}.self_attn.q_proj.bias", "layers.{}.mlp.gate_proj.weight", "embed_tokens.weight", "norm.weight"),
+        must=(
+            "layers.{}.self_attn.q_proj.bias",
+            "layers.{}.mlp.gate_proj.weight",
+            "embed_tokens.weight",
+            "norm.weight",
+        ),
         must_not=("layers.{}.self_attn.q_norm.weight",),
     ),
     Signature(
@@ -82,7 +87,13 @@ LORA = LoraTargets(
     presets={
         "all": (*_ATTENTION, "img_mlp.net.2", "img_mod.1", "txt_mlp.net.2", "txt_mod.1"),
         "attention": _ATTENTION,
-        "attention_and_mlp": (*_ATTENTION, "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
+        "attention_and_mlp": (
+            *_ATTENTION,
+            "img_mlp.net.0.proj",
+            "img_mlp.net.2",
+            "txt_mlp.net.0.proj",
+            "txt_mlp.net.2",
+        ),
     },
     default="all",
 )

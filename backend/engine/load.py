@@ -1,0 +1,189 @@
+"""Headers to modules: a part is built without memory and its parameters are views of the mapped file.
+
+Nothing is copied where the stored dtype is the wanted one and the device is the CPU: pages are read when they are used, and are
+private, so a change of a weight never reaches the file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from backend.catalog.spec import PartSpec, TensorAt
+from backend.schema.messages import Trouble
+
+TORCH_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def load_part(
+    part: PartSpec,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    on_bytes: Callable[[int, int], None] | None = None,
+) -> torch.nn.Module:
+    """The network of `part` with its weights, in eval mode and without gradients.
+
+    `dtype`: of the floating-point parameters; None keeps what is stored. `on_bytes(done, total)` is told of progress.
+    Peak memory: what is cast or moved, one tensor at a time. Raises Trouble where the file and the class do not agree.
+    """
+    module = build_meta(part)
+    total, done = part.nbytes, 0
+    maps = open_maps(part.files)
+    for name, at in part.tensors.items():
+        tensor = view(at, maps[at.file])
+        if name in part.scales:
+            tensor = _unscaled(tensor, read_tensor(part.scales[name]), dtype or torch.bfloat16)
+        if tensor.is_floating_point():
+            tensor = tensor.to(device=device, dtype=dtype or tensor.dtype)
+        else:
+            tensor = tensor.to(device)
+        assign(module, name, tensor)
+        done += at.nbytes
+        if on_bytes:
+            on_bytes(done, total)
+    move_rest(module, device)
+    return module.eval().requires_grad_(False)
+
+
+def build_meta(part: PartSpec) -> torch.nn.Module:
+    """The network of `part` with parameters on the meta device; what is computed and not stored (rotary tables) is real.
+
+    Raises Trouble("damaged") where the part lacks a parameter of the class or one has another shape.
+    """
+    network = find_class(part.network)
+    with _ParametersOnMeta():
+        if hasattr(network, "config_class"):  # transformers: one configuration object
+            module = network(network.config_class(**part.config))
+        else:  # diffusers: keyword arguments
+            module = network(**part.config)
+    _check(module, part)
+    return module
+
+
+def find_class(network: str) -> type:
+    """The class behind "package.module:Class"."""
+    package, _, name = network.partition(":")
+    return getattr(importlib.import_module(package), name)
+
+
+class _ParametersOnMeta(TorchFunctionMode):
+    """Storage that a constructor asks for without values goes to the meta device; computed tables stay real."""
+
+    empty = frozenset({torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full})
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function in self.empty and kwargs.get("device") is None:
+            kwargs["device"] = "meta"
+        return function(*args, **kwargs)
+
+
+def _check(module: torch.nn.Module, part: PartSpec) -> None:
+    wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    missing = [name for name in wanted if name not in part.tensors]
+    where = ", ".join(path.name for path in part.files) or "no file"
+    if missing:
+        raise Trouble(
+            "damaged",
+            f"{where} lacks {len(missing)} of the {len(wanted)} tensors of {part.name}, {missing[0]} for one.",
+            hint="Is every file of the model there? Download it again if so.",
+            detail="\n".join(missing),
+        )
+    for name, shape in wanted.items():
+        if shape != tuple(part.tensors[name].shape):
+            raise Trouble(
+                "damaged",
+                f"{name} of {part.name} in {part.tensors[name].file.name} is {list(part.tensors[name].shape)}, "
+                f"but its configuration asks for {list(shape)}.",
+                hint="The config.json belongs to another model, or the file is damaged.",
+            )
+
+
+def open_maps(files: Iterable[Path]) -> dict[Path, mmap.mmap]:
+    """Private mappings of `files`; a mapping lives as long as a tensor that looks into it."""
+    maps = {}
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except FileNotFoundError:
+            raise Trouble("missing_file", f"{path} is no longer there.", hint="Was it moved or renamed?") from None
+        except (OSError, ValueError) as error:
+            raise Trouble("damaged", f"{path} cannot be read: {error}.") from None
+    return maps
+
+
+def view(at: TensorAt, mapped: mmap.mmap) -> torch.Tensor:
+    """The tensor at `at` as a view of its mapped file (a copy only where the file does not align it)."""
+    dtype = _dtype(at)
+    if at.end > len(mapped):
+        raise Trouble("damaged", f"{at.file} ends before its tensor {at.key}.", hint="Download it again.")
+    if at.nbytes == 0:
+        return torch.empty(at.shape, dtype=dtype)
+    if at.start % dtype.itemsize:
+        return torch.frombuffer(bytearray(mapped[at.start : at.end]), dtype=dtype).view(at.shape)
+    count = at.nbytes // dtype.itemsize
+    return torch.frombuffer(mapped, dtype=dtype, count=count, offset=at.start).view(at.shape)
+
+
+def read_tensor(at: TensorAt, scale: TensorAt | None = None) -> torch.Tensor:
+    """The tensor at `at` in memory of its own; with `scale`, its 8-bit codes times the factor, as float32."""
+    tensor = torch.empty(at.shape, dtype=_dtype(at))
+    if at.nbytes:
+        with at.file.open("rb") as file:
+            file.seek(at.start)
+            got = file.readinto(tensor.view(-1).view(torch.uint8).numpy())
+        if got != at.nbytes:
+            raise Trouble("damaged", f"{at.file} ends before its tensor {at.key}.", hint="Download it again.")
+    return tensor if scale is None else _unscaled(tensor, read_tensor(scale), torch.float32)
+
+
+def _unscaled(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    scale = scale.float()
+    if scale.numel() > 1:  # one factor a row
+        scale = scale.reshape(-1, *[1] * (codes.ndim - 1))
+    return codes.float().mul_(scale).to(dtype)
+
+
+def _dtype(at: TensorAt) -> torch.dtype:
+    if at.dtype not in TORCH_DTYPES:
+        raise Trouble("not_supported", f"{at.file.name} stores {at.key} as {at.dtype}, which cannot be read.")
+    return TORCH_DTYPES[at.dtype]
+
+
+def assign(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Makes `tensor` the parameter or buffer `name` (dotted) of `module`, without a copy."""
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    if leaf in owner._parameters:
+        owner._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=False)
+    elif leaf in owner._buffers:
+        owner._buffers[leaf] = tensor
+
+
+def move_rest(module: torch.nn.Module, device: torch.device | str) -> None:
+    """Moves what is computed and not stored to `device`, buffers that is; refuses to leave anything without memory."""
+    for name, buffer in module.named_buffers():
+        assert buffer.device.type != "meta", f"buffer {name} was not computed and is not in the file"
+        if buffer.device != torch.device(device):
+            assign(module, name, buffer.to(device))
