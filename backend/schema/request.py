@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 
-from backend.schema.knobs import knob
+from backend.schema.knobs import from_values, knob
 
 
 @dataclass(frozen=True)
@@ -62,3 +62,26 @@ class Result:
     predicted_peak_bytes: int = 0
     measured_peak_bytes: int = 0
     notes: tuple[str, ...] = ()
+
+
+def request_to_values(request: GenerationRequest) -> dict[str, object]:
+    """`request` as plain values for a line or a file; `request_from_values` reads them."""
+    return asdict(request)
+
+
+def request_from_values(values: dict) -> GenerationRequest:
+    """The request in `values`, each checked. Raises Trouble for an unknown name or a value out of range."""
+    values = dict(values)
+    loras = tuple(LoraUse(str(item["path"]), float(item.get("strength", 1.0))) for item in values.pop("loras", ()) or ())
+    return replace(from_values(GenerationRequest, values), loras=loras)
+
+
+def result_from_values(values: dict) -> Result:
+    """The inverse of `dataclasses.asdict` for a Result; fields that are unknown here are left out."""
+    receipts = tuple(LoraReceipt(**_fields_of(LoraReceipt, item)) for item in values.get("loras", ()))
+    return Result(**{**_fields_of(Result, values), "loras": receipts})
+
+
+def _fields_of(cls: type, values: dict) -> dict:
+    known = {item.name for item in fields(cls)}
+    return {name: tuple(item) if isinstance(item, list) else item for name, item in values.items() if name in known}
