@@ -81,7 +81,9 @@ def read(folder: Path) -> Run:
     """The run as its folder and the system's process table tell it now."""
     known = processes.from_file(folder / "process.json")
     process, more = known if known else (None, {})
-    lives = process is not None and processes.alive(process)  # asked before the events: a run that ends now has written all
+    lives = process is not None and processes.alive(
+        process
+    )  # asked before the events: a run that ends now has written all
     stopping = (folder / "stop").exists()
     with _reading:
         journal = _journal(folder)
@@ -99,7 +101,9 @@ def _journal(folder: Path) -> Journal:
 
 
 def _status(journal: Journal, lives: bool, stopping: bool, process, events_at: int) -> str:
-    fresh = journal.last is not None and journal.last_offset >= events_at  # an event of this life, not of an earlier one
+    fresh = (
+        journal.last is not None and journal.last_offset >= events_at
+    )  # an event of this life, not of an earlier one
     if lives and not fresh:
         return "starting"
     if fresh and journal.finished is not None:

@@ -119,18 +119,17 @@ def start(folder: Path, *, places: Places, engine=None) -> processes.Process:
         if run.live:
             raise Trouble("already_running", f"The run {run.name} is going on already.", hint="Watch it on the page.")
         config_of(folder)
-        if engine is not None:
-            engine.stop()
-        (folder / "stop").unlink(missing_ok=True)
-        events_at = file_size(folder / "events.jsonl")
-        process = processes.start(
-            command(folder),
-            log=folder / "log.txt",
-            cwd=places.root,
-            env=processes.child_environment(places.root),
-            mark=_mark(folder),
-        )
-        write_text(folder / "process.json", processes.to_text(process, events_at=events_at))
+        with engine.card_given() if engine is not None else contextlib.nullcontext():
+            (folder / "stop").unlink(missing_ok=True)
+            events_at = file_size(folder / "events.jsonl")
+            process = processes.start(
+                command(folder),
+                log=folder / "log.txt",
+                cwd=places.root,
+                env=processes.child_environment(places.root),
+                mark=_mark(folder),
+            )
+            write_text(folder / "process.json", processes.to_text(process, events_at=events_at))
         return process
 
 

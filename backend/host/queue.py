@@ -1,0 +1,54 @@
+"""Requests that wait, as files: `user/queue/<id>.json`. After a restart they come back, held until a person releases them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from backend.host.files import write_text
+from backend.schema.messages import Trouble
+from backend.schema.request import GenerationRequest, request_from_values, request_to_values
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A request that has not been answered yet. `held`: not begun before a person says so."""
+
+    id: str
+    request: GenerationRequest
+    held: bool = False
+    submitted_at: float = 0.0
+
+
+def new(request: GenerationRequest) -> Waiting:
+    """`request` under a new id; ids sort by time."""
+    now = time.time()
+    return Waiting(f"{int(now * 1e6):016d}-{secrets.token_hex(3)}", request, submitted_at=now)
+
+
+def save(waiting: Waiting, folder: Path) -> None:
+    values = {"id": waiting.id, "submitted_at": waiting.submitted_at, "request": request_to_values(waiting.request)}
+    write_text(folder / f"{waiting.id}.json", json.dumps(values, ensure_ascii=False, indent=2) + "\n")
+
+
+def remove(id: str, folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        (folder / f"{id}.json").unlink(missing_ok=True)
+
+
+def load(folder: Path) -> list[Waiting]:
+    """All requests in `folder`, the oldest first, each held. Files that hold none are renamed to `.bad` and left out."""
+    found = []
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            request = request_from_values(values["request"])
+            found.append(Waiting(path.stem, request, held=True, submitted_at=float(values.get("submitted_at", 0.0))))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, Trouble):
+            with contextlib.suppress(OSError):
+                path.replace(path.with_suffix(".bad"))
+    return found
