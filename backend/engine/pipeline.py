@@ -1,0 +1,302 @@
+"""A loaded model and what is done with it: encode, denoise, decode, one phase after the other."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from PIL import Image
+
+from backend import families
+from backend.catalog.spec import ModelSpec
+from backend.engine import load, memory, pictures, sampling
+from backend.schema.messages import Trouble
+from backend.schema.request import GenerationRequest
+from backend.schema.vram import VramConfig
+
+KEPT_ENCODINGS = 64
+PREVIEW_CELLS = 32  # a preview is decoded by the VAE up to this many latent cells a side; above, drawn by a linear map
+PREVIEW_SHARE = 0.2  # of the time may go into previews
+PREVIEW_SECONDS = 0.4
+
+
+@dataclass(frozen=True)
+class Step:
+    """How far a picture is. `preview()` draws what it looks like now, or gives None where that would cost too much."""
+
+    step: int
+    steps: int
+    picture: int  # number of the picture, from 0
+    seconds_left: float  # of this picture
+    preview: Callable[[], Image.Image | None]
+
+
+class Pipeline:
+    """The parts of one model on one device.
+
+    `parts` holds the modules by name and the tokenizer; `placements` those whose weights are moved about. Parts may be missing:
+    a pipeline of a transformer alone loads, and says what it lacks when it is asked for a picture.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str | torch.device = "auto",
+        configs: dict[str, VramConfig] | None = None,
+        vram_limit_bytes: int | None = None,
+        tiled_vae: bool = False,
+        on_bytes: Callable[[str, int, int], None] | None = None,
+    ):
+        self.spec, self.dtype, self.device = spec, dtype, memory.check_device(str(device))
+        self.family = families.by_name(spec.family)
+        self.tiled_vae = tiled_vae
+        self.notes: list[str] = []
+        self.parts: dict[str, object] = {}
+        self.placements: dict[str, object] = {}
+        self._encodings: OrderedDict[str, dict] = OrderedDict()
+        self._linear = pictures.LinearPreview()
+        self._together = True
+        for name in spec.parts:
+            self._load(name, (configs or {}).get(name, VramConfig()), vram_limit_bytes, on_bytes)
+        if spec.tokenizer is not None:
+            self.parts["tokenizer"] = self.family.load_tokenizer(spec.tokenizer)
+
+    def _load(self, name: str, config: VramConfig, vram_limit_bytes: int | None, on_bytes) -> None:
+        part = self.spec.parts[name]
+        tell = (lambda done, total: on_bytes(name, done, total)) if on_bytes else None
+        if not config.managed and vram_limit_bytes is None:
+            module = load.load_part(part, dtype=self.dtype, device=self.device, on_bytes=tell)
+        else:
+            from backend.engine import placement
+
+            module = load.build_meta(part)
+            config = with_defaults(config, self.dtype, self.device)
+            self.placements[name] = placement.place(
+                module, part, config, vram_limit_bytes=vram_limit_bytes, device=self.device
+            )
+            if tell:
+                tell(part.nbytes, part.nbytes)
+        if hasattr(self.family, "prepare"):
+            self.family.prepare(name, module)
+        self.parts[name] = module
+
+    @contextmanager
+    def using(self, *names: str) -> Iterator[None]:
+        """Within it the parts `names` may be called; every other placed part is parked first."""
+        for name in names:
+            if name not in self.parts:
+                raise Trouble(
+                    "missing_part",
+                    f"This needs the part {name}, which was not loaded.",
+                    hint=f"Add its file: {self.family.PARTS[name].folder}." if name in self.family.PARTS else "",
+                )
+        for name, placement in self.placements.items():
+            if name not in names:
+                placement.offload()
+        for name in names:
+            if name in self.placements:
+                self.placements[name].onload()
+        yield
+
+    @torch.no_grad()
+    def encode_prompt(self, prompt: str) -> dict:
+        """The encoding of `prompt` on the device; the text encoder runs only for prompts not seen lately."""
+        if prompt in self._encodings:
+            self._encodings.move_to_end(prompt)
+            return self._encodings[prompt]
+        with self.using("text_encoder", "tokenizer"):
+            encoding = self.family.encode_text(self.parts, [prompt], device=self.device)[0]
+        self._encodings[prompt] = {name: tensor.to(self.dtype).clone() for name, tensor in encoding.items()}
+        while len(self._encodings) > KEPT_ENCODINGS:
+            self._encodings.popitem(last=False)
+        return self._encodings[prompt]
+
+    def forget_prompts(self) -> None:
+        """Needed after the text encoder's weights have changed."""
+        self._encodings.clear()
+
+    @torch.no_grad()
+    def encode_picture(self, picture: Image.Image, width: int, height: int, generator=None) -> torch.Tensor:
+        """Normalised latents (1, C, h, w) of a picture: the mean, or a sample by a CPU `generator`."""
+        with self.using("vae"):
+            pixels = pictures.to_pixels(picture, width, height).to(self.device, self.dtype)
+            return self.family.encode_image(self.parts, pixels, generator=generator).to(self.dtype)
+
+    @torch.no_grad()
+    def decode(self, latents: torch.Tensor, *, tiled: bool | None = None) -> Image.Image:
+        """The picture of latents (1, C, h, w); in tiles where asked, or where memory runs out without."""
+        tiled = self.tiled_vae if tiled is None else tiled
+        with self.using("vae"):
+            try:
+                pixels = self.family.decode(self.parts, latents.to(self.dtype), tiled=tiled)
+            except (RuntimeError, MemoryError) as error:
+                if tiled or not memory.is_out_of_memory(error):
+                    raise
+                pixels = None  # the retry is outside, where the error no longer holds the memory
+            if pixels is None:
+                memory.give_back(self.device)
+                self.note("Memory ran out while the picture was decoded, so it was done again in tiles.")
+                pixels = self.family.decode(self.parts, latents.to(self.dtype), tiled=True)
+        if min(latents.shape[-2:]) > 1:
+            self._linear.fit(latents, pixels)
+        return pictures.to_picture(pixels[0])
+
+    def note(self, sentence: str) -> None:
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+    def generate(
+        self,
+        request: GenerationRequest,
+        *,
+        on_step: Callable[[Step], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+        noise: torch.Tensor | None = None,
+        tiled: bool | None = None,
+    ) -> list[Image.Image]:
+        """The pictures of `request`. Raises sampling.Cancelled within one step of `should_stop()`, Trouble otherwise."""
+        return list(self.draw(request, on_step=on_step, should_stop=should_stop, noise=noise, tiled=tiled))
+
+    def draw(
+        self,
+        request: GenerationRequest,
+        *,
+        on_step: Callable[[Step], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+        noise: torch.Tensor | None = None,
+        tiled: bool | None = None,
+    ) -> Iterator[Image.Image]:
+        """As `generate`, one picture after the other. `noise` (1, C, h, w) replaces that of the first picture's seed.
+
+        Each picture is drawn by itself, so that picture 3 of 4 comes out the same when its seed is asked for alone.
+        """
+        self._check(request)
+        source = pictures.open_picture(request.input_image) if request.input_image else None
+        towards = self.encode_prompt(request.prompt)
+        away = self.encode_prompt(request.negative_prompt) if request.guidance > 1 else None
+        shape = self.family.latent_shape(request.width, request.height)
+        if on_step and self._linear.weights is None and not self._decodes_previews(shape):
+            self._learn_preview()
+        for number in range(request.count):
+            if should_stop and should_stop():
+                raise sampling.Cancelled
+            start = self._start(request, request.seed + number, source, noise if number == 0 else None)
+            watch = self._watch(number, len(start[1]) - 1, on_step)
+            latents = self._denoise(request, *start, towards, away, watch, should_stop)
+            yield self.decode(latents, tiled=tiled)
+
+    def _check(self, request: GenerationRequest) -> None:
+        multiple = self.family.SIZES.multiple
+        for name, value in (("Width", request.width), ("Height", request.height)):
+            if value % multiple or value < multiple:
+                raise Trouble("bad_value", f"{name} is {value}; this model needs a multiple of {multiple}.")
+        for name in ("dit", "text_encoder", "vae", "tokenizer"):
+            if name not in self.parts:
+                with self.using(name):
+                    pass
+
+    def _start(self, request, seed: int, source, noise) -> tuple[torch.Tensor, torch.Tensor]:
+        """The latents to begin with and the noise levels to go through."""
+        sigmas = self.family.sigmas(
+            self.spec.scheduler, request.num_inference_steps, width=request.width, height=request.height
+        )
+        generator = torch.Generator().manual_seed(seed)
+        latents = None
+        if source is not None:
+            latents = self.encode_picture(source, request.width, request.height, generator)
+        if noise is None:
+            shape = self.family.latent_shape(request.width, request.height)
+            noise = sampling.noise(shape, generator, device=self.device, dtype=self.dtype)
+        noise = noise.to(self.device, self.dtype)
+        if latents is None:
+            return noise, sigmas
+        sigmas = sampling.steps_from(sigmas, request.denoising_strength)
+        return sampling.mix(latents, noise, sigmas[0]), sigmas
+
+    @torch.no_grad()
+    def _denoise(self, request, x, sigmas, towards, away, on_step, should_stop) -> torch.Tensor:
+        with self.using("dit"):
+            try:
+                return self._sample(request, x, sigmas, towards, away, on_step, should_stop)
+            except (RuntimeError, MemoryError) as error:
+                if away is None or not self._together or not memory.is_out_of_memory(error):
+                    raise
+            memory.give_back(self.device)
+            self._together = False
+            self.note(
+                "Memory ran out while drawing, so the two halves of guidance are now computed one after the other."
+            )
+            return self._sample(request, x, sigmas, towards, away, on_step, should_stop)
+
+    def _sample(self, request, x, sigmas, towards, away, on_step, should_stop) -> torch.Tensor:
+        denoise = sampling.guided(
+            self.family, self.parts, towards, away, request.guidance, device=self.device, together=self._together
+        )
+        return sampling.sample(denoise, x, sigmas, on_step=on_step, should_stop=should_stop)
+
+    def _watch(self, number: int, num_steps: int, on_step):
+        """What `sampling.sample` calls after each step: times it, and offers previews that cost a bounded share of the time."""
+        if on_step is None:
+            return None
+        began = drawn = time.monotonic()
+        cost = 0.0
+
+        def preview(step: int, estimate: Callable[[], torch.Tensor]) -> Image.Image | None:
+            nonlocal drawn, cost
+            now = time.monotonic()
+            if step == num_steps or now - drawn < max(PREVIEW_SECONDS, cost / PREVIEW_SHARE):
+                return None
+            picture = self._preview(estimate())
+            drawn, cost = time.monotonic(), time.monotonic() - now
+            return picture
+
+        def after(step: int, estimate: Callable[[], torch.Tensor]) -> None:
+            pace = (time.monotonic() - began) / step
+            on_step(Step(step, num_steps, number, pace * (num_steps - step), partial(preview, step, estimate)))
+
+        return after
+
+    @torch.no_grad()
+    def _preview(self, latents: torch.Tensor) -> Image.Image | None:
+        """A small picture of latents (1, C, h, w) as expected at the end."""
+        if self._decodes_previews(latents.shape):
+            return pictures.to_picture(self.family.decode(self.parts, latents.to(self.dtype))[0])
+        return self._linear.draw(latents)
+
+    def _decodes_previews(self, shape) -> bool:
+        return max(shape[-2:]) <= PREVIEW_CELLS and "vae" not in self.placements
+
+    @torch.no_grad()
+    def _learn_preview(self) -> None:
+        """Fits the linear map to smooth noise, before the denoiser takes the card; every decoded picture betters it."""
+        with self.using("vae"):
+            generator = torch.Generator().manual_seed(0)
+            coarse = torch.randn((1, self.family.latent_shape(16, 16)[0], 8, 8), generator=generator)
+            smooth = torch.nn.functional.interpolate(coarse, scale_factor=4, mode="bicubic")
+            smooth = (smooth / smooth.std()).to(self.device, self.dtype)
+            self._linear.fit(smooth, self.family.decode(self.parts, smooth))
+
+    def close(self) -> None:
+        """Gives the memory back; the pipeline cannot be used afterwards."""
+        for placement in self.placements.values():
+            placement.close()
+        self.placements.clear()
+        self.parts.clear()
+        self._encodings.clear()
+        memory.give_back(self.device)
+
+
+def with_defaults(config: VramConfig, dtype: torch.dtype, device: torch.device) -> VramConfig:
+    """`config` with what was left open: it computes in `dtype` on `device`."""
+    return replace(
+        config,
+        computation_dtype=config.computation_dtype or str(dtype).removeprefix("torch."),
+        computation_device=config.computation_device or str(device),
+    )
