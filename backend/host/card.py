@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from backend.schema.vram import DTYPES, Card
+from backend.schema.vram import Card
 
 MPS_DTYPES = ("float32", "float16", "bfloat16")
 _CGROUP = Path("/sys/fs/cgroup")

@@ -77,6 +77,12 @@ def live_runs(places: Places) -> list[Run]:
     return [read(folder) for folder, entry in known if entry and processes.alive(entry[0])]
 
 
+def at_work(places: Places) -> str:
+    """Who has the card, as a sentence; "" if no run has it."""
+    live = live_runs(places)
+    return f"The run {live[0].name} is using the card." if live else ""
+
+
 def read(folder: Path) -> Run:
     """The run as its folder and the system's process table tell it now."""
     known = processes.from_file(folder / "process.json")
