@@ -1,1 +1,5 @@
-"""Loads models, places their weights and samples. Runs in the worker process and under `backend.pipelines`."""
+"""What computes: the worker and whatever else loads a model. Only its modules import torch, not this package itself."""
+
+
+class Cancelled(Exception):
+    """The caller asked to stop; nothing was made."""

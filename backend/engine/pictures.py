@@ -1,14 +1,12 @@
-"""Between tensors and pictures: input pictures, results, previews, and PNG files that carry their settings."""
+"""Between tensors and pictures: input pictures, results, previews."""
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 
 import numpy
 import torch
-from PIL import Image, ImageOps, PngImagePlugin
+from PIL import Image, ImageOps
 
 from backend.schema.messages import Trouble
 
@@ -74,35 +72,3 @@ class LinearPreview:
 def _with_one(latents: torch.Tensor) -> torch.Tensor:
     cells = latents[0].float().flatten(1).T.cpu()
     return torch.cat([cells, torch.ones(len(cells), 1)], dim=1)
-
-
-def save_png(picture: Image.Image, path: Path, settings: dict) -> None:
-    """Writes `picture` with `settings` as JSON in its text chunk "loft", whole or not at all. Large whole numbers become text,
-    for a browser would round them."""
-    chunk = PngImagePlugin.PngInfo()
-    chunk.add_itxt("loft", json.dumps(_numbers_as_text(settings), ensure_ascii=False))
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
-        with temporary.open("wb") as file:
-            picture.save(file, format="PNG", pnginfo=chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise Trouble(
-            "cannot_write",
-            f"The picture {path.name} could not be written: {error.strerror or error}.",
-            hint="Is the disk full?",
-        ) from None
-
-
-def _numbers_as_text(values):
-    if isinstance(values, dict):
-        return {
-            name: str(value) if name in ("seed", "seeds") and isinstance(value, int) else _numbers_as_text(value)
-            for name, value in values.items()
-        }
-    if isinstance(values, list | tuple):
-        return [_numbers_as_text(value) for value in values]
-    return values

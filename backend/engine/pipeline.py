@@ -14,7 +14,7 @@ from PIL import Image
 
 from backend import families
 from backend.catalog.spec import ModelSpec
-from backend.engine import load, memory, pictures, sampling
+from backend.engine import Cancelled, load, memory, pictures, sampling
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest
 from backend.schema.vram import VramConfig
@@ -161,7 +161,7 @@ class Pipeline:
         noise: torch.Tensor | None = None,
         tiled: bool | None = None,
     ) -> list[Image.Image]:
-        """The pictures of `request`. Raises sampling.Cancelled within one step of `should_stop()`, Trouble otherwise."""
+        """The pictures of `request`. Raises Cancelled within one step of `should_stop()`, Trouble otherwise."""
         return list(self.draw(request, on_step=on_step, should_stop=should_stop, noise=noise, tiled=tiled))
 
     def draw(
@@ -186,7 +186,7 @@ class Pipeline:
             self._learn_preview()
         for number in range(request.count):
             if should_stop and should_stop():
-                raise sampling.Cancelled
+                raise Cancelled
             start = self._start(request, request.seed + number, source, noise if number == 0 else None)
             watch = self._watch(number, len(start[1]) - 1, on_step)
             latents = self._denoise(request, *start, towards, away, watch, should_stop)

@@ -10,11 +10,9 @@ from types import ModuleType
 
 import torch
 
+from backend.engine import Cancelled
+
 Denoise = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-class Cancelled(Exception):
-    """The caller asked to stop; nothing was made."""
 
 
 def noise(shape: tuple[int, ...], generator: torch.Generator, *, device, dtype: torch.dtype) -> torch.Tensor:

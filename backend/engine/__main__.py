@@ -1,0 +1,99 @@
+"""The engine worker: `python -m backend.engine [--fake]`. A line in, events out; docs/architecture.md has the words.
+
+The models stay loaded between requests. `--fake` is the same loop with a painted gradient instead of a model and without torch.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import traceback
+from collections.abc import Callable
+
+from backend.engine import Cancelled
+from backend.engine.wire import Wire
+from backend.schema.messages import Trouble
+
+IDLE_SECONDS = 0.2  # of quiet after the start, then the libraries that every request needs are imported
+
+
+def main(argv: list[str]) -> int:
+    wire = Wire()
+    unknown = [word for word in argv if word != "--fake"]
+    if unknown:
+        wire.say_trouble(Trouble("bad_flags", f"The engine does not know {unknown[0]!r}.", hint="It takes --fake."))
+        return 2
+    worker = _start(wire, fake="--fake" in argv)
+    if worker is None:
+        return 1
+    wire.say("ready", **worker.about())
+    try:
+        values = wire.commands.get(timeout=IDLE_SECONDS)
+    except queue.Empty:
+        worker.warm_up()
+        values = wire.commands.get()
+    while values is not None and values["command"] != "quit":
+        _answer(wire, worker, values)
+        values = wire.commands.get()
+    worker.unload()
+    return 0
+
+
+def _start(wire: Wire, *, fake: bool):
+    try:
+        if fake:
+            from backend.engine.fake import FakeWork
+
+            return FakeWork(wire)
+        from backend.engine.work import Work
+
+        return Work(wire)
+    except Trouble as trouble:
+        wire.say_trouble(trouble)
+    except Exception as error:
+        wire.say_trouble(_unexpected(error, "start"))
+    return None
+
+
+def _answer(wire: Wire, worker, values: dict) -> None:
+    """Does one command; whatever happens, exactly one last event answers it."""
+    id = values["id"]
+    try:
+        _command(worker, values["command"])(id, values)
+    except Trouble as trouble:
+        wire.say_trouble(trouble, id=id)
+    except Cancelled:
+        wire.say("cancelled", id=id)
+    except Exception as error:
+        wire.say_trouble(worker.explain(error) or _unexpected(error, values["command"]), id=id)
+    finally:
+        wire.done(id)
+
+
+def _command(worker, name: str) -> Callable[[str, dict], None]:
+    known = {
+        "load": worker.load,
+        "generate": worker.generate,
+        "unload": worker.unload,
+        "tool": worker.tool,
+        "estimate": worker.estimate,
+    }
+    if name not in known:
+        raise Trouble(
+            "bad_command", f"The engine has no command {name!r}.", hint=f"It knows {', '.join(known)}, cancel, quit."
+        )
+    return known[name]
+
+
+def _unexpected(error: Exception, doing: str) -> Trouble:
+    traceback.print_exception(error)
+    return Trouble(
+        "unexpected",
+        f"The engine failed to {doing}: {type(error).__name__}: {error}".rstrip(".") + ".",
+        hint="The details are in user/engine.log.",
+        detail="".join(traceback.format_exception(error)),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
