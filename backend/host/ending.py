@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+from pathlib import Path
 
-from backend.host import runs
+from backend.host import runs, worker
 from backend.host.processes import SUPERVISED
 from backend.schema.places import Places
 
@@ -60,3 +62,13 @@ def end_all(engine, places: Places, ending: Ending) -> None:
             flush=True,
         )
     runs.stop_all(places, grace_seconds=RUN_GRACE_SECONDS, hurry=ending.hurry)
+
+
+def sweep(places: Places) -> None:
+    """Ends at once what a studio that could not end it has left: its worker and the runs that were started from its page."""
+    worker.end_left_behind(places)
+    runs.stop_all(places, grace_seconds=0)
+
+
+if __name__ == "__main__":
+    sweep(Places(Path(sys.argv[1])))
