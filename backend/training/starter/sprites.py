@@ -44,11 +44,14 @@ def code_points(emoji: str, *, selector: bool = True) -> str:
     return "-".join(f"{ord(c):x}" for c in emoji if selector or ord(c) != 0xFE0F)
 
 
+KEPT = ("\U0001f9d1\u200d\U0001f680", "\U0001f9d1\u200d\U0001f373")  # astronaut and cook
+
+
 def wanted(names: dict) -> list[str]:
-    """All emoji worth a sprite: no flags, no gendered or composed people."""
+    """All emoji worth a sprite: no flags, no gendered or composed people but two."""
     plain = []
     for emoji, facts in names.items():
-        joined = "\u200d" in emoji and facts["group"] == "People & Body"
+        joined = "\u200d" in emoji and facts["group"] == "People & Body" and emoji not in KEPT
         if facts["group"] != "Flags" and not joined:
             plain.append(emoji)
     return plain
