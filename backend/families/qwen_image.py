@@ -145,8 +145,32 @@ def encode_text(parts: dict, prompts: list[str], *, device=None) -> list[dict]:
     longest = max(len(row) for row in rows)
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
-    states = encoder(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-    return [{"embeds": states[i, _PREFIX_TOKENS : len(row)]} for i, row in enumerate(rows)]
+    if len(rows) > 1 and torch.is_grad_enabled():
+        states = _states_after_shared_start(encoder, ids, mask)
+    else:
+        states = encoder(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[:, _PREFIX_TOKENS:]
+    return [{"embeds": states[i, : len(row) - _PREFIX_TOKENS]} for i, row in enumerate(rows)]
+
+
+def _states_after_shared_start(encoder, ids, mask):
+    """Last states after the template's start, which runs once for the whole batch: in training most tokens are these.
+
+    Attention is causal, so the numbers are those of the plain call, and gradients reach the start through its keys and values.
+    """
+    import torch
+    from transformers import DynamicCache
+
+    places = torch.arange(ids.shape[1], device=ids.device)
+    start, cache = places[:_PREFIX_TOKENS], DynamicCache()
+    encoder(input_ids=ids[:1, :_PREFIX_TOKENS], position_ids=start[None], cache=cache, use_cache=True)
+    cache.batch_repeat_interleave(ids.shape[0])
+    return encoder(
+        input_ids=ids[:, _PREFIX_TOKENS:],
+        attention_mask=mask,
+        position_ids=places[None, _PREFIX_TOKENS:].expand(ids.shape[0], -1),
+        cache=cache,
+        use_cache=True,
+    ).last_hidden_state
 
 
 def collate(encodings: list[dict], *, device=None, dtype=None) -> dict:
