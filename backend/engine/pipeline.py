@@ -170,15 +170,18 @@ class Pipeline:
         *,
         on_step: Callable[[Step], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
+        source: Image.Image | None = None,
         noise: torch.Tensor | None = None,
         tiled: bool | None = None,
     ) -> Iterator[Image.Image]:
-        """As `generate`, one picture after the other. `noise` (1, C, h, w) replaces that of the first picture's seed.
+        """As `generate`, one picture after the other. `noise` (1, C, h, w) replaces that of the first picture's seed, `source`
+        the request's input picture.
 
         Each picture is drawn by itself, so that picture 3 of 4 comes out the same when its seed is asked for alone.
         """
         self._check(request)
-        source = pictures.open_picture(request.input_image) if request.input_image else None
+        if source is None and request.input_image:
+            source = pictures.open_picture(request.input_image)
         towards = self.encode_prompt(request.prompt)
         away = self.encode_prompt(request.negative_prompt) if request.guidance > 1 else None
         shape = self.family.latent_shape(request.width, request.height)

@@ -1,0 +1,56 @@
+"""What lies beside a model's parts in its folder: noise schedule, tokenizer, and the settings it wants to be asked with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+from backend.catalog.spec import ModelSpec
+
+
+def completed(spec: ModelSpec, family: ModuleType) -> ModelSpec:
+    """`spec` with tokenizer and schedule from the folder its parts lie in, for parts that were given one by one."""
+    root = root_of(spec, family)
+    if root is None:
+        return spec
+    schedule, tokenizer = read_object(root / "scheduler" / "scheduler_config.json"), root / "tokenizer"
+    return replace(
+        spec,
+        path=root,
+        scheduler=schedule or spec.scheduler,
+        tokenizer=spec.tokenizer or (tokenizer if tokenizer.is_dir() else None),
+    )
+
+
+def root_of(spec: ModelSpec, family: ModuleType) -> Path | None:
+    """The folder in the diffusers layout that holds the parts, the transformer's first; None where they lie otherwise."""
+    if spec.path is not None and spec.path.is_dir():
+        return spec.path
+    for name in sorted(spec.parts, key=lambda name: name != "dit"):
+        folder = spec.parts[name].folder
+        if folder is not None and folder.name == family.PARTS[name].folder:
+            return folder.parent
+    return None
+
+
+def request_defaults(spec: ModelSpec, family: ModuleType) -> dict[str, object]:
+    """Fields of `GenerationRequest` that this model wants by default: the family's, and over them `_defaults` of its model_index.json."""
+    root = root_of(spec, family)
+    said = read_object(root / "model_index.json").get("_defaults") if root else None
+    known = (
+        {name: value for name, value in said.items() if isinstance(value, int | float)}
+        if isinstance(said, dict)
+        else {}
+    )
+    return {**family.DEFAULTS.request, **known}
+
+
+def read_object(path: Path) -> dict:
+    """The JSON object in a file; empty where there is none."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}

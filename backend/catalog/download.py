@@ -1,0 +1,278 @@
+"""Where the files of a model are: here already, or brought from ModelScope or Hugging Face. No torch of its own.
+
+    python -m backend.catalog.download Qwen/Qwen-Image "transformer/*.safetensors"
+
+Environment: DIFFSYNTH_MODEL_BASE_PATH (folder of models), DIFFSYNTH_SKIP_DOWNLOAD=true (offline), DIFFSYNTH_DOWNLOAD_SOURCE
+("modelscope" or "huggingface"); also HF_HUB_OFFLINE=1. Offline means that no client is even imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+
+from backend.schema.messages import Trouble
+from backend.schema.places import ASSETS, Places, places
+
+SOURCES = ("modelscope", "huggingface")
+OnBytes = Callable[[int, int], None]  # done, total
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.[^/]*)?")
+_MARKS = ".loft_incomplete"  # a folder in a model's folder: one file a pattern whose download has not ended
+
+
+def resolve(
+    model_id: str,
+    pattern: str,
+    *,
+    folders: Iterable[Path] = (),
+    source: str | None = None,
+    offline: bool | None = None,
+    here: Places | None = None,
+    on_bytes: OnBytes | None = None,
+) -> list[Path]:
+    """Files of `model_id` that match `pattern`, or for a pattern that ends in "/" (or is empty) the folder itself.
+
+    Looked for in the models folder, in `folders`, in the shipped assets; what is missing is downloaded. Raises Trouble
+    ("missing_model" offline or where no source has it, "download_failed", "disk_full", "bad_value").
+    """
+    _check_words(model_id, pattern)
+    here = here or places()
+    for root in local_roots(model_id, folders=folders, here=here):
+        found = complete_matches(root, pattern)
+        if found:
+            return found
+    wanted = f"{model_id}: {pattern or 'all files'}"
+    if is_offline() if offline is None else offline:
+        raise Trouble(
+            "missing_model",
+            f"{wanted} is not in {here.models}, and downloads are switched off.",
+            hint=f"Put it into {here.models / model_id}, or allow downloads.",
+        )
+    root = here.models / model_id
+    download(model_id, pattern, root, source=source, on_bytes=on_bytes)
+    found = complete_matches(root, pattern)
+    if not found:
+        raise Trouble(
+            "missing_model", f"{wanted} was not found at {_source(source)}.", hint="Check the name and the pattern."
+        )
+    return found
+
+
+def find_model(name: str, *, folders: Iterable[Path] = (), here: Places | None = None) -> Path:
+    """The folder or file of the model called `name`: a path, or an id that is here already. Raises Trouble("missing_model")."""
+    if _ID.fullmatch(name):
+        for root in local_roots(name, folders=folders, here=here):
+            if root.is_dir() or root.is_file():
+                return root
+    path = Path(name).expanduser()
+    if name.strip() and path.exists():
+        return path
+    raise Trouble(
+        "missing_model",
+        f"There is no model {name!r} on this machine.",
+        hint=f"Put it into {(here or places()).models}, or fetch it: python -m backend.catalog.download {name}"
+        if _ID.fullmatch(name)
+        else "Choose another model.",
+    )
+
+
+def local_roots(model_id: str, *, folders: Iterable[Path] = (), here: Places | None = None) -> list[Path]:
+    """Where the folder of `model_id` may lie, in the order in which they are asked."""
+    roots = [Path(folder) / model_id for folder in ((here or places()).models, *folders)]
+    owner, _, name = model_id.partition("/")
+    return [*roots, ASSETS / name] if owner == "loft" else roots
+
+
+def complete_matches(root: Path, pattern: str) -> list[Path]:
+    """What matches `pattern` under `root`, sorted; empty where something is known to be lacking: a shard, or an unfinished download."""
+    if not root.is_dir() or _mark(root, pattern).exists():
+        return []
+    if pattern in ("", "./") or pattern.endswith("/"):
+        folder = root / pattern
+        return [folder] if folder.is_dir() and any(folder.iterdir()) else []
+    found = sorted(path for path in root.glob(pattern) if path.is_file() and not path.name.startswith("."))
+    return found if not _lacking_shards(path.name for path in found) else []
+
+
+def _lacking_shards(names: Iterable[str]) -> bool:
+    groups: dict[tuple, set[int]] = {}
+    for name in names:
+        match = _SHARD.fullmatch(name)
+        if match:
+            groups.setdefault((match[1], int(match[3]), match[4]), set()).add(int(match[2]))
+    return any(len(numbers) < count for (_, count, _), numbers in groups.items())
+
+
+def _check_words(model_id: str, pattern: str) -> None:
+    if not _ID.fullmatch(model_id) or ".." in model_id:
+        raise Trouble("bad_value", f"{model_id!r} is no model id; one looks like Qwen/Qwen-Image.")
+    if not _is_safe(pattern):
+        raise Trouble("bad_value", f"The pattern {pattern!r} leads out of the model's folder.")
+
+
+def _is_safe(name: str) -> bool:
+    return not (
+        name.startswith(("/", "\\", "~")) or ":" in name or ".." in PurePosixPath(name.replace("\\", "/")).parts
+    )
+
+
+def is_offline() -> bool:
+    """Whether the environment forbids downloads."""
+    words = (os.environ.get(name, "").strip().lower() for name in ("DIFFSYNTH_SKIP_DOWNLOAD", "HF_HUB_OFFLINE"))
+    return any(word in ("1", "true", "yes", "on") for word in words)
+
+
+def _source(source: str | None) -> str:
+    """The source that was asked for, else the environment's, else ModelScope."""
+    chosen = (source or os.environ.get("DIFFSYNTH_DOWNLOAD_SOURCE") or SOURCES[0]).strip().lower()
+    if chosen not in SOURCES:
+        raise Trouble("bad_value", f"{chosen!r} is no download source; it can be {' or '.join(SOURCES)}.")
+    return chosen
+
+
+def download(
+    model_id: str, pattern: str, root: Path, *, source: str | None = None, on_bytes: OnBytes | None = None
+) -> None:
+    """Brings what matches `pattern` and is not yet under `root`; what an earlier try has brought is kept and continued."""
+    source = _source(source)
+    listing, fetch = _CLIENTS[source]
+    try:
+        sizes = {name: size for name, size in listing(model_id).items() if _is_safe(name) and matches(name, pattern)}
+    except Exception as error:
+        raise _failed(model_id, source, error) from None
+    if not sizes:
+        return
+    missing = {name: size for name, size in sizes.items() if not _is_here(root / name, size)}
+    _check_room(root, sum(missing.values()))
+    mark = _mark(root, pattern)
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.write_text(pattern, encoding="utf-8")
+    if missing:
+        before = sum(sizes.values()) - sum(missing.values())
+        tell = (lambda done: on_bytes(before + done, sum(sizes.values()))) if on_bytes else None
+        try:
+            fetch(model_id, root, sorted(missing), tell)
+        except Exception as error:
+            raise _failed(model_id, source, error) from None
+    lacking = [name for name, size in sizes.items() if not _is_here(root / name, size)]
+    if lacking:
+        raise _failed(model_id, source, OSError(f"{lacking[0]} did not arrive whole"))
+    mark.unlink()
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether the file `name` ("a/b.c") is meant by `pattern`; a star does not cross a slash."""
+    if pattern in ("", "./"):
+        return True
+    if pattern.endswith("/"):
+        return name.startswith(pattern)
+    names, words = name.split("/"), pattern.split("/")
+    return len(names) == len(words) and all(fnmatchcase(part, word) for part, word in zip(names, words))
+
+
+def _mark(root: Path, pattern: str) -> Path:
+    return root / _MARKS / hashlib.sha256(pattern.encode()).hexdigest()[:16]
+
+
+def _is_here(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
+
+
+def _check_room(root: Path, needed: int) -> None:
+    folder = next(parent for parent in (root, *root.parents) if parent.exists())
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise Trouble(
+            "disk_full",
+            f"{needed / 1e9:.1f} GB are to be downloaded to {root}, but only {free / 1e9:.1f} GB are free there.",
+            hint="Free some space, or set DIFFSYNTH_MODEL_BASE_PATH to another disk.",
+        )
+
+
+def _failed(model_id: str, source: str, error: Exception) -> Trouble:
+    if isinstance(error, Trouble):
+        return error
+    name = "ModelScope" if source == "modelscope" else "Hugging Face"
+    return Trouble(
+        "download_failed",
+        f"{model_id} could not be downloaded from {name}: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}.",
+        hint="Is the name right, is the machine online? A second try goes on where this one ended.",
+        detail=repr(error),
+    )
+
+
+def _list_modelscope(model_id: str) -> dict[str, int]:
+    from modelscope.hub.api import HubApi
+
+    files = HubApi().get_model_files(model_id, recursive=True)
+    return {file["Path"]: int(file["Size"]) for file in files if file.get("Type") != "tree"}
+
+
+def _fetch_modelscope(model_id: str, root: Path, names: list[str], tell: Callable[[int], None] | None) -> None:
+    from modelscope import snapshot_download
+    from modelscope.hub.callback import ProgressCallback
+
+    done = 0
+
+    class Told(ProgressCallback):
+        def update(self, size: int) -> None:
+            nonlocal done
+            done += size
+            tell(done)
+
+    callbacks = [Told] if tell else None
+    snapshot_download(model_id, local_dir=str(root), allow_file_pattern=names, progress_callbacks=callbacks)
+
+
+def _list_huggingface(model_id: str) -> dict[str, int]:
+    from huggingface_hub import HfApi
+
+    found = HfApi().model_info(model_id, files_metadata=True).siblings or ()
+    return {file.rfilename: int(file.size or 0) for file in found}
+
+
+def _fetch_huggingface(model_id: str, root: Path, names: list[str], tell: Callable[[int], None] | None) -> None:
+    from huggingface_hub import hf_hub_download
+    from tqdm.auto import tqdm
+
+    done = 0
+
+    class Told(tqdm):
+        def update(self, n=1):
+            nonlocal done
+            if self.unit == "B":
+                done += n or 0
+                tell(done)
+            return super().update(n)
+
+    for name in names:
+        hf_hub_download(model_id, name, local_dir=root, tqdm_class=Told if tell else None)
+
+
+_CLIENTS = {"modelscope": (_list_modelscope, _fetch_modelscope), "huggingface": (_list_huggingface, _fetch_huggingface)}
+
+
+def main(argv: list[str]) -> int:
+    """`MODEL_ID [PATTERN ...]`: says where the files are, after bringing what is missing."""
+    if not argv or argv[0].startswith("-"):
+        print(__doc__)
+        return 2
+    try:
+        for pattern in argv[1:] or [""]:
+            for path in resolve(argv[0], pattern):
+                print(path)
+    except Trouble as trouble:
+        print(trouble, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
