@@ -12,7 +12,13 @@ A family is a module of `backend/families` with these names:
     SCHEDULER: dict                     scheduler_config.json where a model brings none
     SIZES: SizeRule
 
-and, unless it is only a set of name maps, the functions that `docs/architecture.md` lists.
+and, unless it is only a set of name maps, the functions that `docs/architecture.md` lists. Two functions may be absent:
+
+    config_from_shapes(part, shapes) -> dict      the class's keyword arguments where no config.json lies beside the file;
+                                                  `shapes` parameter name -> shape
+    derived_maps(part, modules) -> tuple[NameMap, ...]   dialects that depend on how many modules there are
+
+    LORA_SIGNS: tuple[LoraSign, ...]              (may be absent) how LoRA files for it are known
 """
 
 from __future__ import annotations
@@ -62,8 +68,10 @@ class Signature:
 class Rule:
     """One module in another spelling and the modules it stands for; "{}" is a number, the same on both sides.
 
-    A fused module is several: its rows belong to `modules` in turn, in the proportions `rows` (empty: equal shares).
+    A fused module is several: its rows belong to `modules` in turn, in the proportions `rows` (empty: as many as each has).
     `swap_halves`: the two halves of its rows are exchanged. `leaf` renames the last name of a checkpoint's key.
+    `place` (start, stop, whole): it is only those rows of the module. `parameter`: what is named is this parameter of the
+    module ("scale_shift_table") and not a module with a weight.
     """
 
     theirs: str
@@ -71,6 +79,8 @@ class Rule:
     rows: tuple[int, ...] = ()
     swap_halves: bool = False
     leaf: dict[str, str] = field(default_factory=dict)
+    place: tuple[int, int, int] | tuple[()] = ()
+    parameter: str = "weight"
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,20 @@ class NameMap:
     dialect: str
     part: str
     rules: tuple[Rule, ...] = ()
+
+
+@dataclass(frozen=True)
+class LoraSign:
+    """Module names that make a LoRA file one for this family: regular expressions over flattened names, prefix cut off.
+
+    Every one of `names` must be found in some name, none of `never` in any; `widths` says which input widths a module may
+    have whose name matches. A sign without `sure` says only that the family is possible.
+    """
+
+    names: tuple[str, ...]
+    never: tuple[str, ...] = ()
+    widths: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    sure: bool = True
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ class TensorAt:
     shape: tuple[int, ...]
     start: int  # absolute offset of the first byte in the file
     end: int
+    swapped: bool = False  # the two halves of its rows are to change places
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,216 @@
+"""Keys of LoRA files taken apart: what the end says the tensor is, what the beginning says it belongs to. No weights, no torch.
+
+A key is `<prefix><module><suffix>` and any prefix occurs with any suffix, so the two tables are independent of each other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+LAST = {  # last name of a key -> what the tensor is
+    "alpha": "alpha",
+    "dora_scale": "magnitude",
+    "magnitude": "magnitude",
+    "lora_magnitude_vector": "magnitude",
+    "lora_A": "down",
+    "lora_B": "up",
+    "lora_down": "down",
+    "lora_up": "up",
+    "diff": "diff",
+    "diff_b": "diff_b",
+    "w_norm": "diff",
+    "b_norm": "diff_b",
+    "diff_m": "diff_m",
+    **{f"hada_{name}": f"hada_{name}" for name in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")},
+    **{f"lokr_{name}": f"lokr_{name}" for name in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t1", "t2")},
+    "set_weight": "set_weight",
+    "reshape_weight": "reshape_weight",
+    "oft_blocks": "oft",
+    "oft_diag": "oft",
+    "oft_R": "oft",
+    "rescale": "oft_rescale",
+    "on_input": "ia3_on_input",
+}
+LAST_TWO = {  # the two last names
+    "lora_down.weight": "down",
+    "lora_up.weight": "up",
+    "lora_mid.weight": "mid",
+    "lora_A.weight": "down",
+    "lora_B.weight": "up",
+    "lora_A.bias": "down_bias",
+    "lora_B.bias": "up_bias",
+    "lora_down.bias": "down_bias",
+    "lora_up.bias": "up_bias",
+    "lora_magnitude_vector.weight": "magnitude",
+    "lora.alpha": "alpha",
+    "lora_linear_layer.alpha": "alpha",
+    "oft_R.weight": "oft",
+    "oft_R.scaled_oft": "oft_marker",
+    **{f"{name}.weight": f"glora_{name}" for name in ("a1", "a2", "b1", "b2", "bm")},
+}
+NAMED = {
+    "lora_A": "down",
+    "lora_B": "up",
+    "lora_magnitude_vector": "magnitude",
+    "lora_embedding_A": "down",
+    "lora_embedding_B": "up",
+}
+PROCESSORS = {  # names under `.processor.` -> the module; FLUX.1 trainers number the picture's stream 1, the text's 2
+    "qkv_lora1": "img_attn.qkv",
+    "proj_lora1": "img_attn.proj",
+    "qkv_lora2": "txt_attn.qkv",
+    "proj_lora2": "txt_attn.proj",
+    "qkv_lora": "qkv",
+    "proj_lora": "linear2",
+    "to_out_lora": "to_out.0",
+}
+ALGORITHMS = {  # what a module's tensors are called -> how people call the method
+    "down": "LoRA",
+    "up": "LoRA",
+    "hada_w1_a": "LoHa",
+    "lokr_w1": "LoKr",
+    "lokr_w1_a": "LoKr",
+    "diff": "full",
+    "diff_b": "full",
+    "diff_m": "full",
+    "magnitude": "DoRA",
+    "oft": "OFT",
+    "glora_a1": "GLoRA",
+    "ia3_on_input": "(IA)3",
+    "set_weight": "set_weight",
+    "reshape_weight": "reshape_weight",
+}
+BUNDLED = ("bundle_emb.", "emb_params", "string_to_param")
+
+DIT, ANY = "dit", ""
+PREFIXES = (  # regular expression, component ("" says nothing); longest first where one begins another
+    (r"lora_unet__?", DIT),
+    (r"lora_transformer_", DIT),
+    (r"lora_prior_unet_", DIT),
+    (r"lora_prior_te_", "text_encoder"),
+    (r"lora_te1?_", "text_encoder"),
+    (r"lora_te2_", "text_encoder_2"),
+    (r"lora_te3_", "text_encoder_3"),
+    (r"lycoris_", DIT),
+    (r"oft_unet_", DIT),
+    (r"(?!lora_)[A-Za-z0-9]\w*?_lora_", DIT),
+    (r"text_encoders?\.(?:[A-Za-z0-9_]+\.transformer\.)?", "text_encoder"),
+    (r"text_encoder_2\.", "text_encoder_2"),
+    (r"text_encoder_3\.", "text_encoder_3"),
+    (r"transformer(?:_2)?\.", DIT),
+    (r"unet\.", DIT),
+    (r"diffusion_model\.", DIT),
+    (r"dit\.", DIT),
+    (r"net\.", DIT),
+    (r"base_model\.model\.", ANY),
+    (r"base_model\.", ANY),
+    (r"pipe\.", ANY),
+    (r"model\.", ANY),
+    (r"module\.", ANY),
+    (r"_orig_mod\.", ANY),
+)
+_PREFIX = re.compile("|".join(f"({pattern})" for pattern, _ in PREFIXES))
+_COMPONENTS = tuple(component for _, component in PREFIXES)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One way to read a module's name: what is left after cutting prefixes, and whose module it then is."""
+
+    name: str
+    component: str  # "dit", "text_encoder", ...; "" where nothing says so
+    prefix: str
+
+
+@lru_cache(maxsize=65536)
+def split_key(key: str) -> tuple[str, str] | None:
+    """(module as the file spells it, role of the tensor), or None for a key that is no adapter's."""
+    head, _, last = key.rpartition(".")
+    if not head:
+        return None
+    outer, _, before = head.rpartition(".")
+    role = LAST_TWO.get(f"{before}.{last}")
+    if role:
+        return (outer, role) if outer else None
+    if last == "weight" and before in ("down", "up"):
+        return _pair_of_processor(outer, before)
+    if last in ("weight", "bias"):
+        further, _, named = outer.rpartition(".")
+        if named in NAMED and further:
+            return further, NAMED[named] if last == "weight" else NAMED[named] + "_bias"
+    if before in NAMED and outer and last not in ("weight", "bias"):
+        return outer, NAMED[before]
+    role = LAST.get(last)
+    return (head, role) if role else None
+
+
+def _pair_of_processor(outer: str, side: str) -> tuple[str, str] | None:
+    """`….lora.down.weight`, `….lora_linear_layer.down.weight`, `….processor.<name>_lora[12].down.weight`."""
+    head, _, name = outer.rpartition(".")
+    if name in ("lora", "lora_linear_layer"):
+        return (head, side) if head else None
+    if "_lora" not in name or not head:
+        return None
+    module = PROCESSORS.get(name, name.partition("_lora")[0])
+    if head.endswith(".processor"):
+        head = head[: -len(".processor")]
+    return f"{head}.{module}", side
+
+
+def readings(stem: str) -> Iterator[Reading]:
+    """The ways to read a module's name, nothing cut first, then one prefix more each time."""
+    name, component, prefix = stem, "", ""
+    yield Reading(name, component, prefix)
+    while True:
+        match = _PREFIX.match(name)
+        if not match or match.end() == len(name):
+            return
+        said = _COMPONENTS[match.lastindex - 1]
+        component = said or component
+        prefix, name = prefix + match.group(), name[match.end() :]
+        yield Reading(name, component, prefix)
+
+
+def innermost(stem: str) -> Reading:
+    """The reading with all prefixes cut: right for telling the family, where no model is there to look names up in."""
+    *_, last = readings(stem)
+    return last
+
+
+def group(keys: Iterable[str]) -> tuple[dict[str, dict[str, str]], list[str]]:
+    """({module: {role: key}}, keys that are no adapter's). A module described twice over becomes `module`, `module#2`, ..."""
+    modules: dict[str, dict[str, str]] = {}
+    others = []
+    for key in keys:
+        parted = split_key(key)
+        if parted is None:
+            others.append(key)
+            continue
+        stem, role = parted
+        roles = modules.setdefault(stem, {})
+        again = 2
+        while role in roles:
+            roles = modules.setdefault(f"{stem}#{again}", {})
+            again += 1
+        roles[role] = key
+    return modules, others
+
+
+def plain(stem: str) -> str:
+    """The module's name without the mark of a repetition."""
+    return stem.partition("#")[0]
+
+
+def is_adapter(keys: Iterable[str]) -> bool:
+    """Whether these are a LoRA's keys: adapter tensors, and hardly anything beside them."""
+    num_adapter = num_other = 0
+    for key in keys:
+        parted = split_key(key)
+        if parted is None:
+            num_other += not key.startswith(BUNDLED)
+        elif parted[1] != "alpha":
+            num_adapter += 1
+    return num_adapter > 0 and num_other <= num_adapter

@@ -1,0 +1,192 @@
+"""Headers of weight files, by the standard library alone: names, dtypes, shapes and byte ranges, never a weight.
+
+A header is text from a stranger. Every number in it is checked against the file's true size before it is used, its size and
+depth are bounded, and whatever is wrong is said in one sentence (`Trouble("damaged", ...)`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from dataclasses import dataclass, field
+from operator import itemgetter
+from pathlib import Path
+
+from backend.catalog.spec import TensorAt
+from backend.schema.messages import Trouble
+
+LARGEST_HEADER_BYTES = 32 * 2**20  # the largest honest headers (20,000 tensors, a thumbnail) are a tenth of this
+MOST_DIMENSIONS = 16
+DTYPE_BITS = {
+    **dict.fromkeys(("F4",), 4),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+}
+AGAIN = "Download or copy the file again."
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says it holds; every span lies inside the file."""
+
+    path: Path
+    tensors: dict[str, TensorAt]
+    metadata: dict[str, str] = field(default_factory=dict)
+    container: str = "safetensors"  # "safetensors" | "gguf"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A safetensors header as parsed: `entries` name -> {"dtype", "shape", "data_offsets"}, offsets counted from `data_start`."""
+
+    entries: dict[str, dict]
+    metadata: dict[str, str]
+    data_start: int
+    nbytes: int  # of the whole file
+
+
+def read_header(path: str | os.PathLike) -> Header:
+    """The header of a safetensors or GGUF file. Troubles: "missing_file", "damaged", "not_recognised" (another kind of file)."""
+    path = Path(path)
+    if _first_bytes(path, 4) == b"GGUF":
+        from backend.catalog.gguf import read_gguf
+
+        return read_gguf(path)
+    layout = read_layout(path)
+    start = layout.data_start
+    tensors = {}
+    for name, entry in layout.entries.items():
+        begin, end = entry["data_offsets"]
+        tensors[name] = TensorAt(path, name, entry["dtype"], tuple(entry["shape"]), start + begin, start + end)
+    return Header(path, tensors, layout.metadata)
+
+
+def read_layout(path: str | os.PathLike) -> Layout:
+    """The checked safetensors header of `path`, without an object for every tensor: what a library of thousands needs."""
+    path = Path(path)
+    text, nbytes = _header_text(path)
+    entries, metadata = _parse(path, text)
+    data_start = 8 + len(text)
+    _check_entries(path, entries, nbytes - data_start)
+    return Layout(entries, metadata, data_start, nbytes)
+
+
+def read_bytes(at: TensorAt) -> bytes:
+    """The stored bytes of one tensor; for the small ones (a scale, a marker, a JSON of settings)."""
+    with at.file.open("rb", buffering=0) as file:
+        file.seek(at.start)
+        data = file.read(at.nbytes)
+    if len(data) != at.nbytes:
+        raise damaged(at.file, f"ends inside tensor {at.key!r}.")
+    return data
+
+
+def damaged(path: Path, what: str) -> Trouble:
+    return Trouble("damaged", f"{path.name} {what}", hint=AGAIN, detail=str(path))
+
+
+def _first_bytes(path: Path, count: int) -> bytes:
+    try:
+        with path.open("rb", buffering=0) as file:
+            return file.read(count)
+    except FileNotFoundError:
+        raise Trouble("missing_file", f"There is no file {path}.", hint="Check the path.") from None
+    except OSError as error:
+        raise Trouble("missing_file", f"{path} cannot be read: {error.strerror or error}.") from None
+
+
+def _header_text(path: Path) -> tuple[bytes, int]:
+    try:
+        with path.open("rb", buffering=0) as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            start = file.read(8)
+            if len(start) < 8:
+                raise damaged(path, f"is no safetensors file: it has only {nbytes} bytes.")
+            length = struct.unpack("<Q", start)[0]
+            _check_length(path, start, length, nbytes)
+            text = file.read(length)
+    except FileNotFoundError:
+        raise Trouble("missing_file", f"There is no file {path}.", hint="Check the path.") from None
+    except OSError as error:
+        raise Trouble("missing_file", f"{path} cannot be read: {error.strerror or error}.") from None
+    if len(text) != length:
+        raise damaged(path, f"ends inside its header: {length} bytes promised, {len(text)} there.")
+    return text, nbytes
+
+
+def _check_length(path: Path, start: bytes, length: int, nbytes: int) -> None:
+    if start[:4] == b"PK\x03\x04" or start[:1] == b"\x80":
+        raise Trouble(
+            "not_recognised",
+            f"{path.name} is a pickle (a .pt, .ckpt or .bin file), not a safetensors file.",
+            hint="Convert it: python -m backend.engine.lora_tools unpickle FILE.",
+        )
+    if length > nbytes - 8:
+        raise damaged(
+            path, f"is cut off or no safetensors file: a header of {length} bytes promised, {nbytes - 8} there."
+        )
+    if length > LARGEST_HEADER_BYTES:
+        raise damaged(path, f"has a header of {length} bytes; more than {LARGEST_HEADER_BYTES} is not read.")
+    if length < 2:
+        raise damaged(path, f"has a header of {length} bytes, too short to be one.")
+
+
+def _parse(path: Path, text: bytes) -> tuple[dict, dict[str, str]]:
+    if text[:1] != b"{":
+        raise damaged(path, "has a header that is not a JSON object.")
+    try:
+        entries = json.loads(text)
+    except RecursionError:
+        raise damaged(path, "has a header nested too deeply to be read.") from None
+    except ValueError as error:  # broken JSON, broken UTF-8, a number of thousands of digits
+        raise damaged(path, f"has a header that is not valid JSON ({str(error)[:80]}).") from None
+    metadata = entries.pop("__metadata__", None)
+    if metadata is None:
+        metadata = {}
+    if not isinstance(metadata, dict):
+        raise damaged(path, "has metadata that is not a table of texts.")
+    return entries, {key: value if isinstance(value, str) else _as_text(value) for key, value in metadata.items()}
+
+
+def _as_text(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _check_entries(path: Path, entries: dict, held: int) -> None:
+    """Every entry well formed, its span as long as its shape says, all spans together the whole data without hole or overlap."""
+    spans = []
+    for name, entry in entries.items():
+        spans.append((*_span(path, name, entry), name))
+    spans.sort(key=itemgetter(0, 1))
+    reached = 0
+    for begin, end, name in spans:
+        if begin < reached:
+            raise damaged(path, f"has overlapping tensors: {name!r} begins at {begin}, inside the one before it.")
+        if begin > reached:
+            raise damaged(path, f"has a hole of {begin - reached} bytes before tensor {name!r}.")
+        reached = end
+    if reached > held:
+        raise damaged(path, f"is cut off: its header promises {reached} bytes of data, the file holds {held}.")
+    if reached < held:
+        raise damaged(path, f"has {held - reached} bytes that belong to no tensor at its end.")
+
+
+def _span(path: Path, name: str, entry: object) -> tuple[int, int]:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        bits = DTYPE_BITS[dtype]
+        whole = type(begin) is int and type(end) is int and 0 <= begin <= end < 2**63
+        whole = whole and type(shape) is list and len(shape) <= MOST_DIMENSIONS
+        whole = whole and all(type(size) is int and 0 <= size < 2**63 for size in shape)
+    except (KeyError, TypeError, ValueError, IndexError):
+        raise damaged(path, f"has a broken entry for tensor {name[:120]!r}: {str(entry)[:120]}.") from None
+    if not whole:
+        raise damaged(path, f"has impossible numbers for tensor {name[:120]!r}: {str(entry)[:120]}.")
+    if math.prod(shape) * bits != (end - begin) * 8:
+        raise damaged(path, f"gives tensor {name[:120]!r} {end - begin} bytes, but {dtype} {shape} takes another size.")
+    return begin, end

@@ -1,0 +1,199 @@
+"""From a heap of stored tensors to the parts of models in it: prefix, family, variant, own names, sizes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from backend.catalog.family import NameMap, Part, Signature
+from backend.catalog.names import own_tensors
+from backend.catalog.scales import split_scales
+from backend.catalog.spec import PartSpec, TensorAt
+from backend.schema.messages import Trouble
+
+TORCH_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "I8": "int8",
+    "U8": "uint8",
+}
+NOT_A_PART = ("control", "model_ema", "lora")  # beginnings under which the names of a part mean something else
+
+
+@dataclass(frozen=True)
+class Found:
+    """A part in a heap: which, by what, and its tensors under its own names."""
+
+    family: ModuleType
+    signature: Signature
+    prefix: str
+    spec: PartSpec
+
+
+def find_parts(
+    tensors: Mapping[str, TensorAt],
+    metadata: Mapping[str, str],
+    families: Iterable[ModuleType],
+    *,
+    folder: Path | None = None,
+    only: str | None = None,
+) -> list[Found]:
+    """Every part that `tensors` hold, one entry a (family, part); the most particular variant wins. `only`: that part alone.
+
+    `folder` may hold a config.json with the sizes; without one they are taken from the shapes.
+    """
+    found = []
+    for family in families:
+        for name, part in family.PARTS.items():
+            if only not in (None, name):
+                continue
+            match = _best_match(tensors, family, name)
+            if match:
+                signature, prefix = match
+                spec = _part_spec(tensors, metadata, family, part, signature, prefix, folder)
+                found.append(Found(family, signature, prefix, spec))
+    return found
+
+
+def _best_match(tensors: Mapping[str, TensorAt], family: ModuleType, part: str) -> tuple[Signature, str] | None:
+    best, best_score = None, -1
+    for signature in family.SIGNATURES:
+        if signature.part != part:
+            continue
+        for prefix in _prefixes(tensors, signature.must[0].replace("{}", "0")):
+            score = len(signature.must) + len(signature.must_not) + len(signature.shapes)
+            if score > best_score and _fits(tensors, signature, prefix):
+                best, best_score = (signature, prefix), score
+    return best
+
+
+def _prefixes(tensors: Mapping[str, TensorAt], name: str) -> list[str]:
+    """What stands before `name` in the stored names, shortest first."""
+    ending = "." + name
+    prefixes = [key[: -len(name)] for key in tensors if key == name or key.endswith(ending)]
+    return sorted((prefix for prefix in prefixes if not prefix.startswith(NOT_A_PART)), key=len)
+
+
+def _fits(tensors: Mapping[str, TensorAt], signature: Signature, prefix: str) -> bool:
+    def at(name: str) -> TensorAt | None:
+        return tensors.get(prefix + name.replace("{}", "0"))
+
+    if not all(at(name) for name in signature.must) or any(at(name) for name in signature.must_not):
+        return False
+    return all(_measures(at(name), shape) for name, shape in signature.shapes.items())
+
+
+def _measures(at: TensorAt | None, shape: tuple[int | None, ...]) -> bool:
+    if at is None or len(at.shape) != len(shape):
+        return False
+    return all(want in (None, have) for want, have in zip(shape, at.shape, strict=True))
+
+
+def _part_spec(
+    tensors: Mapping[str, TensorAt],
+    metadata: Mapping[str, str],
+    family: ModuleType,
+    part: Part,
+    signature: Signature,
+    prefix: str,
+    folder: Path | None,
+) -> PartSpec:
+    cut = {key[len(prefix) :]: at for key, at in tensors.items() if key.startswith(prefix)}
+    strays = (*part.unused, *NOT_A_PART)
+    cut = {name: at for name, at in cut.items() if not name.startswith(strays) and ".lora_" not in name}
+    if not prefix:
+        cut = {name: at for name, at in cut.items() if not _of_another_part(name, family, signature.part)}
+    weights, scales = split_scales(cut, metadata)
+    if signature.dialect:
+        dialect = next(
+            found for found in family.NAME_MAPS if found.dialect == signature.dialect and found.part == signature.part
+        )
+        weights, scales = _renamed(weights, scales, dialect)
+    return PartSpec(
+        name=signature.part,
+        network=part.network,
+        config=_config(family, part, signature.part, weights, folder),
+        tensors=weights,
+        scales=scales,
+        storage=storage_of(weights.values()),
+        folder=folder,
+    )
+
+
+def _renamed(weights: dict, scales: dict, dialect: NameMap) -> tuple[dict, dict]:
+    """Weights and their scales under the part's own names; a factor a row is cut like its rows, a single one serves all."""
+    own_weights, own_scales = {}, {}
+    for name, at in weights.items():
+        pieces = own_tensors({name: at}, dialect)
+        own_weights.update(pieces)
+        scale = scales.get(name)
+        if scale is None:
+            continue
+        one_a_row = bool(scale.shape) and scale.shape[0] > 1
+        own_scales.update(own_tensors({name: scale}, dialect) if one_a_row else dict.fromkeys(pieces, scale))
+    return own_weights, own_scales
+
+
+def _of_another_part(name: str, family: ModuleType, part: str) -> bool:
+    """In an all-in-one file a part without a prefix must not take what lies under the others' prefixes."""
+    return any(
+        name.startswith(prefix)
+        for other, described in family.PARTS.items()
+        if other != part
+        for prefix in described.prefixes
+        if prefix.count(".") > 1 or prefix in ("vae.", "first_stage_model.")
+    )
+
+
+def storage_of(tensors: Iterable[TensorAt]) -> str:
+    """The dtype of most bytes, in torch's spelling (or the file's own word for what torch has no word for)."""
+    counted: Counter[str] = Counter()
+    for at in tensors:
+        counted[at.dtype] += at.nbytes
+    most = counted.most_common(1)[0][0] if counted else "BF16"
+    return TORCH_NAMES.get(most, most)
+
+
+def _config(family: ModuleType, part: Part, name: str, weights: dict[str, TensorAt], folder: Path | None) -> dict:
+    said = read_json(folder / "config.json") if folder else None
+    if said is not None and _belongs(said, part):
+        inner = said.get(part.config_key) if part.config_key else None
+        chosen = inner if isinstance(inner, dict) else said
+        return {key: value for key, value in chosen.items() if not key.startswith("_")}
+    from_shapes = getattr(family, "config_from_shapes", None)
+    shapes = {key: at.shape for key, at in weights.items()}
+    derived = from_shapes(name, shapes) if from_shapes else {}
+    return {**part.config, **derived}
+
+
+def _belongs(config: dict, part: Part) -> bool:
+    """Whether a config.json speaks of this part's class (a transformers one names no class of ours, only a model type)."""
+    network = part.network.rpartition(":")[2]
+    said = config.get("_class_name")
+    if said is not None:
+        return said == network
+    return "architectures" in config or "model_type" in config
+
+
+def read_json(path: Path) -> dict | None:
+    """The object in a JSON file; None where there is no file. Raises Trouble("damaged") for anything else."""
+    try:
+        if path.stat().st_size > 16 * 2**20:
+            raise Trouble("damaged", f"{path.name} has {path.stat().st_size} bytes, too many for a configuration.")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError, OSError) as error:
+        raise Trouble("damaged", f"{path} cannot be read: {str(error)[:120]}.", hint="Download it again.") from None
+    if not isinstance(value, dict):
+        raise Trouble("damaged", f"{path} is not a table of settings.", hint="Download it again.")
+    return value

@@ -1,0 +1,104 @@
+"""Qwen-Image's files: sizes from parameter shapes where no config.json lies beside, and the VAE's names in the Wan project."""
+
+from __future__ import annotations
+
+from backend.catalog.family import Rule
+
+LAYERED, EDIT_2511 = "time_text_embed.addition_t_embedding.weight", "__index_timestep_zero__"
+_RESIDUAL = (
+    ("residual.0", "norm1"),
+    ("residual.2", "conv1"),
+    ("residual.3", "norm2"),
+    ("residual.6", "conv2"),
+    ("shortcut", "conv_shortcut"),
+)
+_MIDDLE = (("0", "resnets.0"), ("1", "attentions.0"), ("2", "resnets.1"))
+
+
+def original_vae() -> tuple[Rule, ...]:
+    """The VAE as the Wan project names it; its decoder numbers its blocks through, three resnets and an upsampler a level."""
+    rules = [Rule("conv1", ("quant_conv",)), Rule("conv2", ("post_quant_conv",))]
+    for half in ("encoder", "decoder"):
+        rules += [
+            Rule(f"{half}.conv1", (f"{half}.conv_in",)),
+            Rule(f"{half}.head.0", (f"{half}.norm_out",)),
+            Rule(f"{half}.head.2", (f"{half}.conv_out",)),
+        ]
+        for number, ours in _MIDDLE:
+            rules += [Rule(f"{half}.middle.{number}.{a}", (f"{half}.mid_block.{ours}.{b}",)) for a, b in _RESIDUAL]
+            rules += [
+                Rule(f"{half}.middle.{number}.{a}", (f"{half}.mid_block.{ours}.{a}",))
+                for a in ("norm", "to_qkv", "proj")
+            ]
+    rules += [Rule(f"encoder.downsamples.{{}}.{a}", (f"encoder.down_blocks.{{}}.{b}",)) for a, b in _RESIDUAL]
+    rules += [
+        Rule(f"encoder.downsamples.{{}}.{a}", (f"encoder.down_blocks.{{}}.{a}",)) for a in ("resample.1", "time_conv")
+    ]
+    for number in range(15):
+        level, slot = divmod(number, 4)
+        theirs, ours = f"decoder.upsamples.{number}", f"decoder.up_blocks.{level}"
+        if slot < 3:
+            rules += [Rule(f"{theirs}.{a}", (f"{ours}.resnets.{slot}.{b}",)) for a, b in _RESIDUAL]
+        else:
+            rules += [Rule(f"{theirs}.{a}", (f"{ours}.upsamplers.0.{a}",)) for a in ("resample.1", "time_conv")]
+    return tuple(rules)
+
+
+def config_from_shapes(part: str, shapes: dict[str, tuple[int, ...]]) -> dict:
+    """The class's keyword arguments, from parameter shapes; what shapes cannot show is as in the published models."""
+    return {"dit": _dit_sizes, "text_encoder": _text_sizes, "vae": _vae_sizes}[part](shapes)
+
+
+def _dit_sizes(shapes: dict) -> dict:
+    head = shapes["transformer_blocks.0.attn.norm_q.weight"][0]
+    turned = head // 16 * 2  # rotary axes: frame, then height and width in equal shares of the rest
+    side = (head - turned) // 4 * 2
+    return {
+        "patch_size": 2,
+        "in_channels": shapes["img_in.weight"][1],
+        "out_channels": shapes["proj_out.weight"][0] // 4,
+        "num_layers": _count(shapes, "transformer_blocks."),
+        "attention_head_dim": head,
+        "num_attention_heads": shapes["img_in.weight"][0] // head,
+        "joint_attention_dim": shapes["txt_in.weight"][1],
+        "axes_dims_rope": (head - 2 * side, side, side),
+        "zero_cond_t": EDIT_2511 in shapes,
+        "use_additional_t_cond": LAYERED in shapes,
+        "use_layer3d_rope": LAYERED in shapes,
+    }
+
+
+def _text_sizes(shapes: dict) -> dict:
+    vocabulary, width = shapes["embed_tokens.weight"]
+    head = 128 if width % 128 == 0 else 64
+    return {
+        "hidden_size": width,
+        "intermediate_size": shapes["layers.0.mlp.gate_proj.weight"][0],
+        "num_hidden_layers": _count(shapes, "layers."),
+        "num_attention_heads": shapes["layers.0.self_attn.q_proj.weight"][0] // head,
+        "num_key_value_heads": shapes["layers.0.self_attn.k_proj.weight"][0] // head,
+        "vocab_size": vocabulary,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [16, 24, 24]},
+        "max_position_embeddings": 128000,
+    }
+
+
+def _vae_sizes(shapes: dict) -> dict:
+    levels = 1 + sum(
+        name.startswith("decoder.up_blocks.") and name.endswith("upsamplers.0.resample.1.weight") for name in shapes
+    )
+    return {
+        "base_dim": shapes["decoder.norm_out.gamma"][0],
+        "z_dim": shapes["post_quant_conv.weight"][0],
+        "dim_mult": [1, 2, 4, 4][:levels],
+        "num_res_blocks": _count(shapes, "decoder.up_blocks.0.resnets.") - 1,
+        "attn_scales": [],
+        "temperal_downsample": [
+            f"decoder.up_blocks.{level}.upsamplers.0.time_conv.weight" in shapes for level in range(levels - 1)
+        ][::-1],
+    }
+
+
+def _count(shapes: dict, beginning: str) -> int:
+    return len({name[len(beginning) :].partition(".")[0] for name in shapes if name.startswith(beginning)})

@@ -1,0 +1,132 @@
+"""Which stored tensors are weights and which say how 8-bit weights are to be read. Unknown companions are an error, never a guess.
+
+Forms: a plain cast (no companions); ComfyUI's older form (`scaled_fp8` marker, `.scale_weight`, `.scale_input`) and newer form
+(`.weight_scale`, `.input_scale`, `.comfy_quant` and `_quantization_metadata`), which vendors' own fp8 files share.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from backend.catalog.header import read_bytes
+from backend.catalog.spec import TensorAt
+from backend.schema.messages import Trouble
+
+EIGHT_BIT = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "U8")
+SCALES = ("scale_weight", "weight_scale")
+ACTIVATION_ONLY = ("scale_input", "input_scale")  # hints for activations; the weights do not change by them
+MARKERS = ("scaled_fp8", "comfy_quant")
+FACTOR_FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")  # weight = codes x factor
+OTHER_FORMS = {
+    "absmax": "bitsandbytes 4-bit",
+    "quant_map": "bitsandbytes 4-bit",
+    "weight_scale_2": "nvfp4",
+    "qweight": "SVDQuant (nunchaku)",
+    "wscales": "SVDQuant (nunchaku)",
+    "qzeros": "GPTQ or AWQ",
+    "zero_point": "SDNQ or another scheme with a zero point",
+}
+HINT = "Take the bf16 or the fp8 file of this model instead."
+
+
+def split_scales(tensors: Mapping[str, TensorAt], metadata: Mapping[str, str]) -> tuple[dict, dict]:
+    """(weights, scales by weight name) of a part's tensors under its own names.
+
+    Raises Trouble("not_supported") for a scheme that is known but cannot be read, or for an 8-bit weight with a companion that
+    nobody knows.
+    """
+    weights, scales = {}, {}
+    siblings = _by_module(tensors)
+    formats = _formats(metadata)
+    for name, at in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        if at.dtype not in EIGHT_BIT or leaf in (*MARKERS, *SCALES, *ACTIVATION_ONLY):
+            continue
+        scale = _scale_of(name, at, siblings[module], formats.get(module))
+        if scale is not None:
+            scales[name] = scale
+    helpers = (*SCALES, *ACTIVATION_ONLY, *MARKERS)
+    for name, at in tensors.items():
+        if name.rpartition(".")[2] not in helpers:
+            weights[name] = at
+    marked = any(name.rpartition(".")[2] == "scaled_fp8" for name in tensors)
+    if scales or marked:
+        _check_complete(weights, scales)
+    return weights, scales
+
+
+def _by_module(tensors: Mapping[str, TensorAt]) -> dict[str, dict[str, TensorAt]]:
+    modules: dict[str, dict[str, TensorAt]] = {}
+    for name, at in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        modules.setdefault(module, {})[leaf] = at
+    return modules
+
+
+def _scale_of(name: str, at: TensorAt, beside: dict[str, TensorAt], said: str | None) -> TensorAt | None:
+    leaf = name.rpartition(".")[2]
+    for other in beside:
+        if other in OTHER_FORMS:
+            raise _unsupported(at, name, f"{OTHER_FORMS[other]} ({other})")
+    if leaf == "weight":
+        _check_companions(name, at, beside)
+        form = _format_of(beside.get("comfy_quant")) or said
+        if form and form not in FACTOR_FORMATS:
+            raise _unsupported(at, name, form)
+    scale = next((beside[key] for key in SCALES if key in beside), None) if leaf == "weight" else None
+    if scale is None:
+        if at.dtype in ("I8", "U8") and leaf == "weight":
+            raise _unsupported(at, name, f"{at.dtype} without a factor")
+        return None
+    rows = at.shape[0] if at.shape else 1
+    if scale.shape not in ((), (1,), (1, 1), (rows,), (rows, 1)) or at.dtype == "U8":
+        raise _unsupported(at, name, f"a factor of shape {list(scale.shape)} for a weight of shape {list(at.shape)}")
+    return scale
+
+
+def _check_companions(name: str, at: TensorAt, beside: dict[str, TensorAt]) -> None:
+    known = {"weight", "bias", *SCALES, *ACTIVATION_ONLY, *MARKERS}
+    unknown = sorted(set(beside) - known)
+    if unknown:
+        raise Trouble(
+            "not_supported",
+            f"{at.file.name} stores {name} as {at.dtype} with {unknown[0]!r} beside it, and what that does to the weight is unknown.",
+            hint=HINT,
+            detail="\n".join(unknown),
+        )
+
+
+def _check_complete(weights: dict[str, TensorAt], scales: dict[str, TensorAt]) -> None:
+    """In a file of scaled weights an 8-bit weight without a factor would be 100 times too large: refuse it."""
+    for name, at in weights.items():
+        if at.dtype in EIGHT_BIT and len(at.shape) > 1 and name not in scales:
+            raise Trouble(
+                "not_supported",
+                f"{at.file.name} is a scaled 8-bit file, but {name} ({at.dtype}) has no factor beside it.",
+                hint=HINT,
+            )
+
+
+def _unsupported(at: TensorAt, name: str, what: str) -> Trouble:
+    return Trouble("not_supported", f"{at.file.name} stores {name} in a form that is not read: {what}.", hint=HINT)
+
+
+def _format_of(marker: TensorAt | None) -> str | None:
+    """The format that a `comfy_quant` tensor (bytes of JSON) names."""
+    if marker is None or marker.nbytes > 65536:
+        return None
+    try:
+        said = json.loads(read_bytes(marker).rstrip(b"\0"))
+    except (ValueError, RecursionError):
+        raise Trouble("damaged", f"{marker.file.name} holds a broken {marker.key}: it is not JSON.") from None
+    return str(said.get("format", "")) if isinstance(said, dict) else None
+
+
+def _formats(metadata: Mapping[str, str]) -> dict[str, str]:
+    """module -> format, from `_quantization_metadata`; a layer may be named there and yet be stored plainly."""
+    try:
+        layers = json.loads(metadata.get("_quantization_metadata", "{}")).get("layers", {})
+        return {str(module): str(entry.get("format", "")) for module, entry in layers.items()}
+    except (ValueError, AttributeError, RecursionError):
+        return {}

@@ -1,0 +1,170 @@
+"""FLUX.1 (dev, schnell, Krea, Kontext, Fill, Depth, Canny): recognition and names of its transformer; pictures are not made yet."""
+
+from __future__ import annotations
+
+from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Part, Rule, Signature, SizeRule
+
+NAME = "flux"
+TITLE = "FLUX.1"
+WORDS = ("flux-1", "flux1", "flux.1", "lora_flux")
+
+PARTS = {
+    "dit": Part(
+        network="diffusers.models.transformers.transformer_flux:FluxTransformer2DModel",
+        folder="transformer",
+        phase="denoise",
+        blocks=("transformer_blocks", "single_transformer_blocks"),
+        prefixes=("model.diffusion_model.", "diffusion_model.", "transformer.", "model."),
+        keep_precise=("norm", "pos_embed", "x_embedder", "context_embedder", "time_text_embed", "proj_out"),
+    ),
+}
+
+_OURS = (
+    "single_transformer_blocks.{}.proj_mlp.weight",
+    "transformer_blocks.{}.attn.add_q_proj.weight",
+    "x_embedder.weight",
+)
+_THEIRS = ("double_blocks.{}.img_attn.norm.key_norm.scale", "single_blocks.{}.linear1.weight", "img_in.weight")
+_NOT = (
+    "distilled_guidance_layer.in_proj.weight",
+    "txt_in.individual_token_refiner.blocks.{}.norm1.weight",
+    "single_stream_modulation.lin.weight",
+)
+
+
+def _signatures() -> tuple[Signature, ...]:
+    found = []
+    for dialect, must, embedder, guidance in (
+        ("", _OURS, "x_embedder.weight", "time_text_embed.guidance_embedder.linear_1.weight"),
+        ("bfl", _THEIRS, "img_in.weight", "guidance_in.in_layer.weight"),
+    ):
+        found.append(Signature("dit", "schnell", must, (*_NOT, guidance), dialect=dialect, title="FLUX.1 schnell"))
+        found.append(Signature("dit", "dev", (*must, guidance), _NOT, dialect=dialect, title="FLUX.1 dev"))
+        for variant, width in (("fill", 384), ("control", 128)):
+            shapes = {embedder: (None, width)}
+            found.append(Signature("dit", variant, (*must, guidance), _NOT, shapes, dialect, f"FLUX.1 {variant}"))
+    return tuple(found)
+
+
+SIGNATURES = _signatures()
+
+_DOUBLE, _SINGLE = "transformer_blocks.{}.", "single_transformer_blocks.{}."
+_NORM = {"scale": "weight"}
+BFL = (
+    Rule("double_blocks.{}.img_attn.qkv", tuple(_DOUBLE + f"attn.to_{name}" for name in "qkv")),
+    Rule("double_blocks.{}.txt_attn.qkv", tuple(_DOUBLE + f"attn.add_{name}_proj" for name in "qkv")),
+    *(Rule("double_blocks.{}.img_attn.qkv." + str(i), (_DOUBLE + f"attn.to_{name}",)) for i, name in enumerate("qkv")),
+    *(
+        Rule("double_blocks.{}.txt_attn.qkv." + str(i), (_DOUBLE + f"attn.add_{name}_proj",))
+        for i, name in enumerate("qkv")
+    ),
+    Rule("double_blocks.{}.img_attn.proj", (_DOUBLE + "attn.to_out.0",)),
+    Rule("double_blocks.{}.txt_attn.proj", (_DOUBLE + "attn.to_add_out",)),
+    Rule("double_blocks.{}.img_mlp.0", (_DOUBLE + "ff.net.0.proj",)),
+    Rule("double_blocks.{}.img_mlp.2", (_DOUBLE + "ff.net.2",)),
+    Rule("double_blocks.{}.txt_mlp.0", (_DOUBLE + "ff_context.net.0.proj",)),
+    Rule("double_blocks.{}.txt_mlp.2", (_DOUBLE + "ff_context.net.2",)),
+    Rule("double_blocks.{}.img_mod.lin", (_DOUBLE + "norm1.linear",)),
+    Rule("double_blocks.{}.txt_mod.lin", (_DOUBLE + "norm1_context.linear",)),
+    Rule("double_blocks.{}.img_attn.norm.query_norm", (_DOUBLE + "attn.norm_q",), leaf=_NORM),
+    Rule("double_blocks.{}.img_attn.norm.key_norm", (_DOUBLE + "attn.norm_k",), leaf=_NORM),
+    Rule("double_blocks.{}.txt_attn.norm.query_norm", (_DOUBLE + "attn.norm_added_q",), leaf=_NORM),
+    Rule("double_blocks.{}.txt_attn.norm.key_norm", (_DOUBLE + "attn.norm_added_k",), leaf=_NORM),
+    Rule(
+        "single_blocks.{}.linear1",
+        (_SINGLE + "attn.to_q", _SINGLE + "attn.to_k", _SINGLE + "attn.to_v", _SINGLE + "proj_mlp"),
+        rows=(1, 1, 1, 4),
+    ),
+    *(Rule("single_blocks.{}.linear1." + str(i), (_SINGLE + f"attn.to_{name}",)) for i, name in enumerate("qkv")),
+    Rule("single_blocks.{}.linear1.3", (_SINGLE + "proj_mlp",)),
+    Rule("single_blocks.{}.qkv", tuple(_SINGLE + f"attn.to_{name}" for name in "qkv")),
+    Rule("single_blocks.{}.linear2", (_SINGLE + "proj_out",)),
+    Rule("single_blocks.{}.modulation.lin", (_SINGLE + "norm.linear",)),
+    Rule("single_blocks.{}.norm.query_norm", (_SINGLE + "attn.norm_q",), leaf=_NORM),
+    Rule("single_blocks.{}.norm.key_norm", (_SINGLE + "attn.norm_k",), leaf=_NORM),
+    Rule("img_in", ("x_embedder",)),
+    Rule("txt_in", ("context_embedder",)),
+    *(
+        Rule(f"{theirs}.{end}", (f"time_text_embed.{ours}_embedder.linear_{number}",))
+        for theirs, ours in (("time_in", "timestep"), ("vector_in", "text"), ("guidance_in", "guidance"))
+        for number, end in ((1, "in_layer"), (2, "out_layer"))
+    ),
+    Rule("final_layer.linear", ("proj_out",)),
+    Rule("final_layer.adaLN_modulation.1", ("norm_out.linear",), swap_halves=True),
+)
+DIFFSYNTH = (  # a: the picture's stream, b: the text's
+    Rule("blocks.{}.attn.a_to_qkv", tuple(_DOUBLE + f"attn.to_{name}" for name in "qkv")),
+    Rule("blocks.{}.attn.b_to_qkv", tuple(_DOUBLE + f"attn.add_{name}_proj" for name in "qkv")),
+    Rule("blocks.{}.attn.a_to_out", (_DOUBLE + "attn.to_out.0",)),
+    Rule("blocks.{}.attn.b_to_out", (_DOUBLE + "attn.to_add_out",)),
+    Rule("blocks.{}.ff_a.0", (_DOUBLE + "ff.net.0.proj",)),
+    Rule("blocks.{}.ff_a.2", (_DOUBLE + "ff.net.2",)),
+    Rule("blocks.{}.ff_b.0", (_DOUBLE + "ff_context.net.0.proj",)),
+    Rule("blocks.{}.ff_b.2", (_DOUBLE + "ff_context.net.2",)),
+    Rule("blocks.{}.norm1_a.linear", (_DOUBLE + "norm1.linear",)),
+    Rule("blocks.{}.norm1_b.linear", (_DOUBLE + "norm1_context.linear",)),
+    Rule(
+        "single_blocks.{}.to_qkv_mlp",
+        (_SINGLE + "attn.to_q", _SINGLE + "attn.to_k", _SINGLE + "attn.to_v", _SINGLE + "proj_mlp"),
+        rows=(1, 1, 1, 4),
+    ),
+    Rule("single_blocks.{}.proj_out", (_SINGLE + "proj_out",)),
+    Rule("single_blocks.{}.norm.linear", (_SINGLE + "norm.linear",)),
+)
+NAME_MAPS = (NameMap("bfl", "dit", BFL), NameMap("diffsynth", "dit", DIFFSYNTH))
+
+_OTHERS = ("img_mlp_fc1", "individual_token_refiner", "stream_modulation", "distilled_guidance", "to_qkv_mlp_proj")
+LORA_SIGNS = (
+    LoraSign((r"(?m)^single_blocks_\d+_linear2",), _OTHERS, {r"single_blocks_\d+_linear2$": (15360,)}),
+    LoraSign(
+        (r"(?m)^double_blocks_\d+_(?:img|txt)_mlp_2",),
+        _OTHERS,
+        {r"double_blocks_\d+_\w+_mlp_2$": (12288,), r"_(?:mlp_0|attn_qkv|attn_proj|linear1)$": (3072,)},
+    ),
+    LoraSign((r"(?m)^single_transformer_blocks_\d+_(?:attn_to_[qkv]|proj_mlp|proj_out|norm_linear)",), _OTHERS),
+    LoraSign((r"(?m)^blocks_\d+_attn_[ab]_to_qkv",)),
+    LoraSign(
+        (r"(?m)^(?:double|single)_blocks_\d+_(?:img|txt|linear|modulation|processor|qkv|norm|to_qkv)",),
+        _OTHERS,
+        sure=False,
+    ),
+    LoraSign(
+        (r"(?m)^transformer_blocks_\d+_attn_(?:to|add)_[qkv]",),
+        (*_OTHERS, "img_m", "txt_m", "attn2"),
+        {r"attn_(?:to|add)_[qkv]": (3072,)},
+        sure=False,
+    ),
+)
+
+LORA = LoraTargets(
+    part="dit",
+    presets={"attention": ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")},
+    default="attention",
+)
+DEFAULTS = Defaults(request={"width": 1024, "height": 1024, "num_inference_steps": 28, "guidance": 3.5})
+SCHEDULER: dict = {}
+SIZES = SizeRule(multiple=16, pixels=1024 * 1024)
+
+
+def config_from_shapes(part: str, shapes: dict[str, tuple[int, ...]]) -> dict:
+    """The sizes that a FLUX.1 transformer's parameters show; rope axes as in the published models where the width is theirs."""
+    head = shapes["transformer_blocks.0.attn.norm_q.weight"][0]
+    width = shapes["transformer_blocks.0.attn.to_q.weight"][0]
+    axes = (16, 56, 56) if head == 128 else (head // 4, head // 8 * 3, head - head // 4 - head // 8 * 3)
+    return {
+        "patch_size": 1,
+        "in_channels": shapes["x_embedder.weight"][1],
+        "out_channels": shapes["proj_out.weight"][0],
+        "num_layers": _count(shapes, "transformer_blocks."),
+        "num_single_layers": _count(shapes, "single_transformer_blocks."),
+        "attention_head_dim": head,
+        "num_attention_heads": width // head,
+        "joint_attention_dim": shapes["context_embedder.weight"][1],
+        "pooled_projection_dim": shapes["time_text_embed.text_embedder.linear_1.weight"][1],
+        "guidance_embeds": "time_text_embed.guidance_embedder.linear_1.weight" in shapes,
+        "axes_dims_rope": axes,
+    }
+
+
+def _count(shapes: dict[str, tuple[int, ...]], beginning: str) -> int:
+    return len({name[len(beginning) :].partition(".")[0] for name in shapes if name.startswith(beginning)})

@@ -1,0 +1,110 @@
+"""FLUX.2 (dev, klein): recognition and names of its transformer; pictures are not made yet."""
+
+from __future__ import annotations
+
+from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Part, Rule, Signature, SizeRule
+
+NAME = "flux2"
+TITLE = "FLUX.2"
+WORDS = ("flux.2", "flux2", "flux_2", "klein")
+
+PARTS = {
+    "dit": Part(
+        network="diffusers.models.transformers.transformer_flux2:Flux2Transformer2DModel",
+        folder="transformer",
+        phase="denoise",
+        blocks=("transformer_blocks", "single_transformer_blocks"),
+        prefixes=("model.diffusion_model.", "diffusion_model.", "transformer.", "model."),
+        keep_precise=("norm", "pos_embed", "x_embedder", "context_embedder", "time_guidance_embed", "proj_out"),
+    ),
+}
+SIGNATURES = tuple(
+    Signature(
+        "dit",
+        variant,
+        (f"single_stream_modulation.{leaf}.weight", f"{embedder}.weight"),
+        shapes={f"{embedder}.weight": (None, width)} if width else {},
+        dialect=dialect,
+        title=f"FLUX.2 {variant}",
+    )
+    for dialect, leaf, embedder in (("", "linear", "context_embedder"), ("bfl", "lin", "txt_in"))
+    for variant, width in (("other", None), ("dev", 15360), ("klein-9B", 12288), ("klein-4B", 7680))
+)
+
+_DOUBLE, _SINGLE = "transformer_blocks.{}.", "single_transformer_blocks.{}."
+_NORM = {"scale": "weight"}
+_MLP = (
+    ("img_mlp.0", "ff.linear_in"),
+    ("img_mlp.2", "ff.linear_out"),
+    ("txt_mlp.0", "ff_context.linear_in"),
+    ("txt_mlp.2", "ff_context.linear_out"),
+)
+BFL = (
+    Rule("double_blocks.{}.img_attn.qkv", tuple(_DOUBLE + f"attn.to_{name}" for name in "qkv")),
+    Rule("double_blocks.{}.txt_attn.qkv", tuple(_DOUBLE + f"attn.add_{name}_proj" for name in "qkv")),
+    *(Rule("double_blocks.{}.img_attn.qkv." + str(i), (_DOUBLE + f"attn.to_{name}",)) for i, name in enumerate("qkv")),
+    *(
+        Rule("double_blocks.{}.txt_attn.qkv." + str(i), (_DOUBLE + f"attn.add_{name}_proj",))
+        for i, name in enumerate("qkv")
+    ),
+    Rule("double_blocks.{}.img_attn.proj", (_DOUBLE + "attn.to_out.0",)),
+    Rule("double_blocks.{}.txt_attn.proj", (_DOUBLE + "attn.to_add_out",)),
+    *(Rule("double_blocks.{}." + theirs, (_DOUBLE + ours,)) for theirs, ours in _MLP),
+    Rule("double_blocks.{}.img_attn.norm.query_norm", (_DOUBLE + "attn.norm_q",), leaf=_NORM),
+    Rule("double_blocks.{}.img_attn.norm.key_norm", (_DOUBLE + "attn.norm_k",), leaf=_NORM),
+    Rule("double_blocks.{}.txt_attn.norm.query_norm", (_DOUBLE + "attn.norm_added_q",), leaf=_NORM),
+    Rule("double_blocks.{}.txt_attn.norm.key_norm", (_DOUBLE + "attn.norm_added_k",), leaf=_NORM),
+    Rule("single_blocks.{}.linear1", (_SINGLE + "attn.to_qkv_mlp_proj",)),
+    *(
+        Rule("single_blocks.{}.linear1." + str(i), (_SINGLE + "attn.to_qkv_mlp_proj",), place=place)
+        for i, place in enumerate(((0, 1, 9), (1, 2, 9), (2, 3, 9), (3, 9, 9)))
+    ),
+    Rule("single_blocks.{}.linear2", (_SINGLE + "attn.to_out",)),
+    Rule("single_blocks.{}.norm.query_norm", (_SINGLE + "attn.norm_q",), leaf=_NORM),
+    Rule("single_blocks.{}.norm.key_norm", (_SINGLE + "attn.norm_k",), leaf=_NORM),
+    *(
+        Rule(f"{name}.lin", (f"{name}.linear",))
+        for name in ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation")
+    ),
+    *(
+        Rule(f"{theirs}.{end}", (f"time_guidance_embed.{ours}_embedder.linear_{number}",))
+        for theirs, ours in (("time_in", "timestep"), ("guidance_in", "guidance"))
+        for number, end in ((1, "in_layer"), (2, "out_layer"))
+    ),
+    Rule("img_in", ("x_embedder",)),
+    Rule("txt_in", ("context_embedder",)),
+    Rule("final_layer.linear", ("proj_out",)),
+    Rule("final_layer.adaLN_modulation.1", ("norm_out.linear",), swap_halves=True),
+)
+_SEPARATE = (  # trainers that split the fused projection of the single blocks name its parts so
+    *(
+        Rule("single_transformer_blocks.{}.attn." + theirs, (_SINGLE + "attn.to_qkv_mlp_proj",), place=place)
+        for theirs, place in (("to_q", (0, 1, 9)), ("to_k", (1, 2, 9)), ("to_v", (2, 3, 9)))
+    ),
+    Rule("single_transformer_blocks.{}.proj_mlp", (_SINGLE + "attn.to_qkv_mlp_proj",), place=(3, 9, 9)),
+)
+NAME_MAPS = (NameMap("bfl", "dit", BFL), NameMap("separate", "dit", _SEPARATE))
+
+LORA_SIGNS = (
+    LoraSign((r"to_qkv_mlp_proj|ff_linear_in|ff_context_linear_in|stream_modulation",)),
+    *(
+        LoraSign(
+            (r"(?m)^double_blocks_\d+_",),
+            ("img_mlp_fc1", "img_mod"),
+            {r"(?:mlp_0|attn_qkv|attn_proj|linear1)$": (width,)},
+        )
+        for width in (6144, 4096)
+    ),
+    LoraSign((r"(?m)^single_blocks_\d+_linear2",), ("img_mod",), {r"_linear1$": (3072,), r"_linear2$": (12288,)}),
+    LoraSign((r"(?m)^double_blocks_\d+_",), ("img_mod",), {r"(?:img|txt)_mlp_2$": (9216,)}),
+    LoraSign(
+        (r"(?m)^(?:double|single)_blocks_\d+_",),
+        ("img_mlp_fc1", "img_mod", "individual_token_refiner", "modulation_lin"),
+        {r"(?:mlp_0|attn_qkv|attn_proj|linear1)$": (3072,)},
+        sure=False,
+    ),
+)
+LORA = LoraTargets(part="dit", presets={"attention": ("to_q", "to_k", "to_v", "to_out.0")}, default="attention")
+DEFAULTS = Defaults(request={"width": 1024, "height": 1024, "num_inference_steps": 28})
+SCHEDULER: dict = {}
+SIZES = SizeRule(multiple=16, pixels=1024 * 1024)

@@ -1,0 +1,42 @@
+"""Stable Diffusion 1.5: recognition and names of its UNet; pictures are not made yet."""
+
+from __future__ import annotations
+
+from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Part, Signature, SizeRule
+from backend.catalog.unet_names import unet_maps as derived_maps
+
+__all__ = ["derived_maps"]
+
+NAME = "sd15"
+TITLE = "Stable Diffusion 1.5"
+WORDS = ("stable-diffusion-v1", "sd_v1", "sd_1.5", "sd1")
+
+PARTS = {
+    "dit": Part(
+        network="diffusers.models.unets.unet_2d_condition:UNet2DConditionModel",
+        folder="unet",
+        phase="denoise",
+        blocks=("down_blocks", "up_blocks"),
+        prefixes=("model.diffusion_model.", "diffusion_model.", "unet."),
+        keep_precise=("norm", "conv_in", "conv_out", "time_embedding"),
+    ),
+}
+_FIRST = "down_blocks.0.resnets.0.conv1.weight"
+SIGNATURES = (
+    Signature(
+        "dit", "base", (_FIRST, "conv_in.weight"), ("add_embedding.linear_1.weight",), title="Stable Diffusion 1"
+    ),
+)
+NAME_MAPS: tuple[NameMap, ...] = ()  # the original's names are worked out from the loaded UNet
+
+_BLOCKS = r"(?m)^(?:input_blocks|output_blocks|middle_block|down_blocks|up_blocks|mid_block)_"
+LORA_SIGNS = (
+    LoraSign((_BLOCKS,), (r"transformer_blocks_[2-9]_",), {r"attn2_to_[kv]$": (768,)}),
+    LoraSign(
+        (_BLOCKS,), (r"transformer_blocks_[1-9]_", r"(?m)^(?:input_blocks_[78]_1|add_embedding|label_emb)"), sure=False
+    ),
+)
+LORA = LoraTargets(part="dit", presets={"attention": ("to_q", "to_k", "to_v", "to_out.0")}, default="attention")
+DEFAULTS = Defaults(request={"width": 512, "height": 512, "num_inference_steps": 30, "guidance": 7.0})
+SCHEDULER: dict = {}
+SIZES = SizeRule(multiple=8, pixels=512 * 512, patch=1)

@@ -1,0 +1,46 @@
+"""SDXL: recognition and names of its UNet; pictures are not made yet."""
+
+from __future__ import annotations
+
+from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Part, Signature, SizeRule
+from backend.catalog.unet_names import unet_maps as derived_maps
+
+__all__ = ["derived_maps"]
+
+NAME = "sdxl"
+TITLE = "SDXL"
+WORDS = ("stable-diffusion-xl", "sdxl")
+
+PARTS = {
+    "dit": Part(
+        network="diffusers.models.unets.unet_2d_condition:UNet2DConditionModel",
+        folder="unet",
+        phase="denoise",
+        blocks=("down_blocks", "up_blocks"),
+        prefixes=("model.diffusion_model.", "diffusion_model.", "unet."),
+        keep_precise=("norm", "conv_in", "conv_out", "time_embedding", "add_embedding"),
+    ),
+}
+_FIRST = "down_blocks.0.resnets.0.conv1.weight"
+SIGNATURES = (
+    Signature("dit", "base", (_FIRST, "conv_in.weight", "add_embedding.linear_1.weight"), title="SDXL"),
+    Signature(
+        "dit",
+        "refiner",
+        (_FIRST, "conv_in.weight", "add_embedding.linear_1.weight"),
+        shapes={"add_embedding.linear_1.weight": (None, 2560)},
+        title="SDXL refiner",
+    ),
+)
+NAME_MAPS: tuple[NameMap, ...] = ()  # the original's names are worked out from the loaded UNet
+
+_BLOCKS = r"(?m)^(?:input_blocks|output_blocks|middle_block|down_blocks|up_blocks|mid_block)_"
+LORA_SIGNS = (
+    LoraSign((_BLOCKS,), widths={r"attn2_to_[kv]$": (2048, 1280)}),
+    LoraSign((_BLOCKS + r"\w*transformer_blocks_[2-9]_",)),
+    LoraSign((_BLOCKS,), sure=False),
+)
+LORA = LoraTargets(part="dit", presets={"attention": ("to_q", "to_k", "to_v", "to_out.0")}, default="attention")
+DEFAULTS = Defaults(request={"width": 1024, "height": 1024, "num_inference_steps": 30, "guidance": 7.0})
+SCHEDULER: dict = {}
+SIZES = SizeRule(multiple=8, pixels=1024 * 1024, patch=1)

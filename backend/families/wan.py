@@ -1,0 +1,90 @@
+"""Wan 2.1 and 2.2: recognition and names of its transformer; pictures are not made yet."""
+
+from __future__ import annotations
+
+from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Part, Rule, Signature, SizeRule
+
+NAME = "wan"
+TITLE = "Wan"
+WORDS = ("wan2", "wan_2", "wan-2", "lora_wan")
+
+PARTS = {
+    "dit": Part(
+        network="diffusers.models.transformers.transformer_wan:WanTransformer3DModel",
+        folder="transformer",
+        phase="denoise",
+        blocks=("blocks",),
+        prefixes=("model.diffusion_model.", "diffusion_model.", "transformer.", "model."),
+        keep_precise=("norm", "patch_embedding", "condition_embedder", "proj_out", "scale_shift_table"),
+    ),
+}
+_VARIANTS = (
+    ("1.3B", (1536, 16), "Wan 2.1 T2V 1.3B"),
+    ("14B", (5120, 16), "Wan T2V 14B"),
+    ("14B-I2V", (5120, 36), "Wan I2V 14B"),
+    ("5B", (3072, 48), "Wan 2.2 TI2V 5B"),
+)
+SIGNATURES = tuple(
+    Signature(
+        "dit",
+        variant,
+        must,
+        shapes={"patch_embedding.weight": (*size, None, None, None)} if size else {},
+        dialect=dialect,
+        title=title,
+    )
+    for dialect, must in (
+        (
+            "",
+            (
+                "blocks.{}.attn1.to_q.weight",
+                "patch_embedding.weight",
+                "condition_embedder.text_embedder.linear_1.weight",
+            ),
+        ),
+        ("native", ("blocks.{}.self_attn.q.weight", "patch_embedding.weight", "head.modulation")),
+    )
+    for variant, size, title in (("other", (), "Wan"), *_VARIANTS)
+)
+
+
+def _attention(theirs: str, ours: str) -> tuple[Rule, ...]:
+    names = (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0"), ("norm_q", "norm_q"), ("norm_k", "norm_k"))
+    image = (("k_img", "add_k_proj"), ("v_img", "add_v_proj"), ("norm_k_img", "norm_added_k"))
+    return tuple(
+        Rule(f"blocks.{{}}.{theirs}.{original}", (f"blocks.{{}}.{ours}.{name}",))
+        for original, name in (*names, *(image if theirs == "cross_attn" else ()))
+    )
+
+
+_EMBEDDERS = (
+    ("time_embedding", "time_embedder"),
+    ("text_embedding", "text_embedder"),
+)
+NATIVE = (
+    *_attention("self_attn", "attn1"),
+    *_attention("cross_attn", "attn2"),
+    Rule("blocks.{}.ffn.0", ("blocks.{}.ffn.net.0.proj",)),
+    Rule("blocks.{}.ffn.2", ("blocks.{}.ffn.net.2",)),
+    Rule("blocks.{}.norm3", ("blocks.{}.norm2",)),
+    Rule("blocks.{}.modulation", ("blocks.{}",), parameter="scale_shift_table"),
+    *(
+        Rule(f"{theirs}.{index}", (f"condition_embedder.{ours}.linear_{number}",))
+        for theirs, ours in _EMBEDDERS
+        for number, index in ((1, 0), (2, 2))
+    ),
+    Rule("time_projection.1", ("condition_embedder.time_proj",)),
+    *(
+        Rule(f"img_emb.proj.{index}", (f"condition_embedder.image_embedder.{name}",))
+        for index, name in ((0, "norm1"), (1, "ff.net.0.proj"), (3, "ff.net.2"), (4, "norm2"))
+    ),
+    Rule("head.head", ("proj_out",)),
+    Rule("head.modulation", ("",), parameter="scale_shift_table"),
+)
+NAME_MAPS = (NameMap("native", "dit", NATIVE),)
+
+LORA_SIGNS = (LoraSign((r"(?m)^blocks_\d+_(?:self_attn|cross_attn|attn[12])_|(?m:^)blocks_\d+_ffn_(?:0|2|net)",)),)
+LORA = LoraTargets(part="dit", presets={"attention": ("to_q", "to_k", "to_v", "to_out.0")}, default="attention")
+DEFAULTS = Defaults(request={"width": 832, "height": 480, "num_inference_steps": 50, "guidance": 5.0})
+SCHEDULER: dict = {}
+SIZES = SizeRule(multiple=16, pixels=832 * 480)

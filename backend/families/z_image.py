@@ -1,0 +1,68 @@
+"""Z-Image (Turbo, Base): recognition and names of its transformer; pictures are not made yet."""
+
+from __future__ import annotations
+
+from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Part, Rule, Signature, SizeRule
+
+NAME = "z_image"
+TITLE = "Z-Image"
+WORDS = ("z-image", "zimage", "z_image")
+
+PARTS = {
+    "dit": Part(
+        network="diffusers.models.transformers.transformer_z_image:ZImageTransformer2DModel",
+        folder="transformer",
+        phase="denoise",
+        blocks=("noise_refiner", "context_refiner", "layers"),
+        prefixes=("model.diffusion_model.", "diffusion_model.", "transformer.", "model."),
+        keep_precise=("norm", "embedder", "final_layer", "adaLN"),
+    ),
+}
+_WIDTH = {"cap_embedder.1.weight": (3840, None)}
+SIGNATURES = (
+    Signature(
+        "dit",
+        "base",
+        ("cap_embedder.1.weight", "noise_refiner.{}.attention.to_q.weight", "layers.{}.adaLN_modulation.0.weight"),
+        shapes=_WIDTH,
+        title="Z-Image",
+    ),
+    Signature(
+        "dit",
+        "base",
+        ("cap_embedder.1.weight", "noise_refiner.{}.attention.qkv.weight", "layers.{}.adaLN_modulation.0.weight"),
+        shapes=_WIDTH,
+        dialect="native",
+        title="Z-Image",
+    ),
+)
+
+
+def _inside(block: str) -> tuple[Rule, ...]:
+    ours = block + ".{}.attention."
+    return (
+        Rule(ours + "qkv", tuple(ours + f"to_{name}" for name in "qkv")),
+        Rule(block + ".{}.attention_qkv", tuple(ours + f"to_{name}" for name in "qkv")),
+        Rule(ours + "out", (ours + "to_out.0",)),
+        Rule(ours + "q_norm", (ours + "norm_q",)),
+        Rule(ours + "k_norm", (ours + "norm_k",)),
+    )
+
+
+NATIVE = (
+    *(rule for block in ("layers", "noise_refiner", "context_refiner") for rule in _inside(block)),
+    Rule("x_embedder", ("all_x_embedder.2-1",)),
+    Rule("final_layer.linear", ("all_final_layer.2-1.linear",)),
+    Rule("final_layer.adaLN_modulation.1", ("all_final_layer.2-1.adaLN_modulation.1",)),
+)
+NAME_MAPS = (NameMap("native", "dit", NATIVE),)
+
+_BLOCK = r"(?m)^(?:layers|noise_refiner|context_refiner)_\d+_(?:attention|feed_forward|adaLN)"
+LORA_SIGNS = (
+    LoraSign((_BLOCK,), widths={r"_(?:attention_\w+|feed_forward_w[13])$": (3840,)}),
+    LoraSign((_BLOCK,), sure=False),
+)
+LORA = LoraTargets(part="dit", presets={"attention": ("to_q", "to_k", "to_v", "to_out.0")}, default="attention")
+DEFAULTS = Defaults(request={"width": 1024, "height": 1024, "num_inference_steps": 9, "guidance": 1.0})
+SCHEDULER: dict = {}
+SIZES = SizeRule(multiple=16, pixels=1024 * 1024)
