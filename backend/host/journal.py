@@ -216,10 +216,10 @@ def log_tail(path: Path, *, lines: int = 200) -> str:
     except OSError:
         return ""
     text = data.decode("utf-8", errors="replace").replace("\r\n", "\n")
-    shown = text.split("\n")
-    if size > LOG_TAIL_BYTES:
-        shown = shown[1:]
-    return "\n".join(_folded(line) for line in shown[-lines - 1 :]).strip("\n")
+    shown = text.removesuffix("\n").split("\n")
+    if size > LOG_TAIL_BYTES and len(shown) > 1:
+        shown = shown[1:]  # its beginning was cut off
+    return "\n".join(_folded(line) for line in shown[-lines:])
 
 
 def _folded(line: str) -> str:

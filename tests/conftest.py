@@ -1,0 +1,98 @@
+"""What all tests share: a data folder of their own, marks that need a browser or a card, and no process left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+from backend.schema.places import Places
+
+SESSION = "LOFT_TEST_SESSION"  # inherited by every process that a test starts
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+NO_BROWSER = "no Chromium found: install it (Debian: apt-get install chromium) or name it in LOFT_CHROMIUM"
+
+_data = Path(tempfile.mkdtemp(prefix="loft-tests-"))
+os.environ.update({"LOFT_DATA": str(_data), SESSION: uuid.uuid4().hex})
+for _name in [name for name in os.environ if name.startswith("DIFFSYNTH_")]:
+    del os.environ[_name]
+
+
+def chromium_path() -> str | None:
+    """The Chromium on this machine, or None."""
+    named = os.environ.get("LOFT_CHROMIUM")
+    return named or next((path for name in BROWSERS if (path := shutil.which(name))), None)
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """The path of a Chromium; tests that ask for it are skipped where there is none."""
+    return chromium_path() or pytest.skip(NO_BROWSER)
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
+    """An empty data folder, which is also that of this process and of the children it starts."""
+    root = tmp_path / "data"
+    root.mkdir()
+    monkeypatch.setenv("LOFT_DATA", str(root))
+    return Places(root)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    skip_browser = None if chromium_path() else pytest.mark.skip(reason=NO_BROWSER)
+    skip_card = None
+    if any(item.get_closest_marker("gpu") for item in items):
+        from backend.host import card
+
+        if card.probe()[0].device == "cpu":
+            skip_card = pytest.mark.skip(reason="no accelerator here")
+    for item in items:
+        if skip_browser and item.get_closest_marker("browser"):
+            item.add_marker(skip_browser)
+            config.stash[_skipped] = config.stash.get(_skipped, 0) + 1
+        if skip_card and item.get_closest_marker("gpu"):
+            item.add_marker(skip_card)
+
+
+_skipped = pytest.StashKey[int]()
+_left = pytest.StashKey[list[str]]()
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Ends what tests have left running; that any was left fails the session."""
+    left = [process for process in psutil.process_iter() if _is_ours(process)]
+    _, left = psutil.wait_procs(left, timeout=3)
+    session.config.stash[_left] = [_described(process) for process in left]
+    for process in left:
+        process.kill()
+    shutil.rmtree(_data, ignore_errors=True)
+    if left and exitstatus == 0:
+        session.exitstatus = 1
+
+
+def _is_ours(process: psutil.Process) -> bool:
+    try:
+        return process.pid != os.getpid() and process.environ().get(SESSION) == os.environ[SESSION]
+    except (psutil.Error, OSError):
+        return False
+
+
+def _described(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid}: {' '.join(process.cmdline())[:200]}"
+    except psutil.Error:
+        return str(process.pid)
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    skipped = config.stash.get(_skipped, 0)
+    if skipped:
+        terminalreporter.write_line(f"{skipped} browser tests skipped: {NO_BROWSER}")
+    for line in config.stash.get(_left, []):
+        terminalreporter.write_line(f"A test left a process running, {line}", red=True)
