@@ -71,7 +71,11 @@ def plain_on_cpu(module: torch.nn.Module, *, tokens: int) -> bool:
     """Gives a transformer that has the stock joint attention this one, where it pays; whether it did."""
     if next(module.parameters()).device.type != "cpu" or tokens > MAX_TOKENS:
         return False
-    found = [m for m in module.modules() if type(getattr(m, "processor", None)).__name__ == "QwenDoubleStreamAttnProcessor2_0"]
+    found = [
+        m
+        for m in module.modules()
+        if type(getattr(m, "processor", None)).__name__ == "QwenDoubleStreamAttnProcessor2_0"
+    ]
     for attention in found:
         attention.processor = PlainAttention()
     return bool(found)

@@ -1,0 +1,164 @@
+"""One process of a run: `python -m backend.training RUN_FOLDER`, or `accelerate launch -m backend.training --flags`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from backend.schema.knobs import from_file_text, from_flags, from_values, to_file_text
+from backend.schema.messages import Trouble
+from backend.schema.places import places
+from backend.schema.training import TrainingConfig
+
+
+def main(argv: list[str]) -> int:
+    """Exit status: 0 for a run that ended as it should, 2 for one that a sentence explains, 1 for a fault of ours."""
+    try:
+        config, folder = read_arguments(argv)
+    except Trouble as trouble:
+        print(str(trouble), file=sys.stderr)
+        return 2
+    if folder is None:  # --help was answered
+        return 0
+    return run_in(config, folder, by_flags=not _names_folder(argv), argv=argv)
+
+
+def _names_folder(argv: list[str]) -> bool:
+    return bool(argv) and not argv[0].startswith("-")
+
+
+def read_arguments(argv: list[str]) -> tuple[TrainingConfig | None, Path | None]:
+    """The settings and the run's folder. Flags after a folder override its `config.json`."""
+    if not _names_folder(argv):
+        config = from_flags(TrainingConfig, argv, program="python -m backend.training")
+        return config, Path(config.output.output_path)
+    folder = Path(argv[0])
+    file = folder / "config.json"
+    if not file.is_file():
+        raise Trouble(
+            "missing_file", f"There is no run in {folder}: it holds no config.json.", hint="Give a run's folder."
+        )
+    config = from_file_text(TrainingConfig, file.read_text(encoding="utf-8"))
+    if len(argv) > 1:
+        from backend.schema.knobs import to_values
+
+        given = from_flags(TrainingConfig, argv[1:])
+        defaults = to_values(TrainingConfig())
+        changed = {name: value for name, value in to_values(given).items() if value != defaults[name]}
+        config = from_values(TrainingConfig, changed, base=config)
+    if config.output.output_path == TrainingConfig().output.output_path:
+        config = _with_output(config, output_path=str(folder))
+    if not config.output.resume_from_checkpoint and any((folder / "checkpoints").glob("step-*/state.json")):
+        config = _with_output(config, resume_from_checkpoint="latest")
+    return config, folder
+
+
+def _with_output(config: TrainingConfig, **changes) -> TrainingConfig:
+    return dataclasses.replace(config, output=dataclasses.replace(config.output, **changes))
+
+
+def run_in(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[str]) -> int:
+    from backend.training.reporter import Reporter
+
+    rank = int(os.environ.get("RANK", "0"))
+    reporter = Reporter(folder, silent=rank != 0, table=config.output.enable_csv_log)
+    try:
+        if rank == 0:
+            _make_folder(config, folder, by_flags=by_flags, argv=argv)
+        reason = _train(config, folder, reporter)
+    except Trouble as trouble:
+        reporter.trouble(trouble)
+        return _leave(2)
+    except Exception as error:
+        traceback.print_exc()
+        what = f"{type(error).__name__}: {error}"
+        reporter.trouble(Trouble("fault", f"The run ended by a fault: {what[:500]}.", detail=traceback.format_exc()))
+        return _leave(1)
+    reporter.say({"complete": "Complete.", "stopped": "Stopped; everything is saved."}[reason])
+    return 0
+
+
+def _leave(status: int) -> int:
+    """Ends a failed process of several at once: the others wait for it in a collective call and are ended by the launcher."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _make_folder(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[str]) -> None:
+    from backend.training.files import write_text
+
+    folder.mkdir(parents=True, exist_ok=True)
+    if not by_flags:
+        return
+    if not config.output.resume_from_checkpoint:
+        _set_aside(folder)
+    (folder / "stop").unlink(missing_ok=True)
+    write_text(folder / "config.json", to_file_text(config))
+    write_text(folder / "process.json", _process_text(argv))
+
+
+def _set_aside(folder: Path) -> None:
+    """A new run where an older one was: its state and events get another name, so that nothing of it is lost or mixed in."""
+    import time
+
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    for name in ("checkpoints", "events.jsonl", "loss.csv", "samples"):
+        if (folder / name).exists():
+            (folder / name).rename(folder / f"{name}.before-{stamp}")
+
+
+def _process_text(argv: list[str]) -> str:
+    import json
+
+    import psutil
+
+    own = psutil.Process()
+    if "RANK" in os.environ:  # the launcher is the one to watch and to end
+        parent = own.parent()
+        own = parent if parent is not None else own
+    record = {"pid": own.pid, "created": own.create_time(), "argv": [sys.executable, "-m", "backend.training", *argv]}
+    return json.dumps(record, ensure_ascii=False) + "\n"
+
+
+def _train(config: TrainingConfig, folder: Path, reporter) -> str:
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    from backend.schema.knobs import to_values
+    from backend.training.loop import pace_of, train
+    from backend.training.reporter import add_boards
+    from backend.training.run import set_up
+
+    accelerator = Accelerator(
+        mixed_precision=config.training.mixed_precision,
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=config.training.find_unused_parameters)],
+    )
+    if accelerator.is_main_process:
+        add_boards(reporter, config.output, config=to_values(config))
+    index = places().cache / "pictures.json"
+    run = set_up(config, folder, Path(config.output.output_path), accelerator, reporter, index=index)
+    pace = pace_of(run)
+    reporter.event(
+        "started", total_steps=pace.total, epochs=pace.total // pace.per_epoch, model=run.base.spec.title,
+        parts=sorted({name.partition(".")[0] for name in run.weights}), pid=os.getpid(),
+    )  # fmt: skip
+    reason = train(run)
+    reporter.event("finished", step=_last_step(folder), reason=reason)
+    accelerator.end_training()
+    return reason
+
+
+def _last_step(folder: Path) -> int:
+    from backend.training.checkpoint import list_states, step_of
+
+    states = list_states(folder)
+    return step_of(states[-1]) if states else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

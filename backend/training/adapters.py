@@ -1,0 +1,169 @@
+"""LoRA and its relatives, by peft: which modules get one, and their files."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from backend.schema.messages import Trouble
+
+_REGEX = re.compile(r"[\\^$*+?()\[\]{}|]")
+ADAPTER = "default"  # peft's name for it inside the module
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What was put into a part: its kind, where, and of each module the rank and alpha."""
+
+    part: str
+    algorithm: str
+    modules: tuple[str, ...]
+    ranks: dict[str, int]
+    alphas: dict[str, float]
+
+    @property
+    def rank(self) -> int:
+        return max(self.ranks.values())
+
+
+def target_modules(module: torch.nn.Module, wanted: str, family: ModuleType, *, part: str) -> tuple[str, ...]:
+    """Names of the linear layers that `wanted` means: see `lora_target_modules`. Raises Trouble for what matches nothing."""
+    linear = [name for name, child in module.named_modules() if isinstance(child, torch.nn.Linear)]
+    wanted = wanted.strip()
+    if wanted == "all-linear" or (not wanted and part != family.LORA.part):
+        return tuple(linear)
+    if not wanted:
+        ends = family.LORA.modules
+    elif wanted in family.LORA.presets:
+        ends = family.LORA.presets[wanted]
+    elif _REGEX.search(wanted):
+        found = tuple(name for name in linear if re.fullmatch(wanted, name))
+        return found or _nothing(wanted, linear, part)
+    else:
+        ends = tuple(end.strip() for end in wanted.split(",") if end.strip())
+    for end in ends:
+        if not any(_ends(name, end) for name in linear):
+            _nothing(end, linear, part)
+    return tuple(name for name in linear if any(_ends(name, end) for end in ends))
+
+
+def _ends(name: str, end: str) -> bool:
+    return name == end or name.endswith(f".{end}")
+
+
+def _nothing(wanted: str, linear: list[str], part: str):
+    kinds = sorted({re.sub(r"^(.*\.)?\d+\.", "", name, count=1) for name in linear})
+    raise Trouble(
+        "bad_value", f"No module of {part} is called {wanted!r} (--lora_target_modules).",
+        hint=f"There are {', '.join(kinds[:24])}.",
+    )  # fmt: skip
+
+
+def add_adapter(module: torch.nn.Module, section, family: ModuleType, *, part: str) -> Adapter:
+    """Puts the adapter into `module` in place: its weights are float32 and train, all others do not."""
+    from peft import inject_adapter_in_model
+
+    modules = target_modules(module, section.lora_target_modules, family, part=part)
+    ranks = _pattern(section.lora_rank_pattern, "lora_rank_pattern", modules)
+    alphas = _pattern(section.lora_alpha_pattern, "lora_alpha_pattern", modules)
+    alpha = section.lora_alpha if section.lora_alpha is not None else float(section.lora_rank)
+    module.requires_grad_(False)
+    inject_adapter_in_model(_peft_config(section, modules, alpha, ranks, alphas), module, adapter_name=ADAPTER)
+    for name, weight in module.named_parameters():
+        if f".{ADAPTER}" in name:
+            weight.data = weight.data.float()
+            weight.requires_grad_(True)
+    rank_of = {name: int(_matching(ranks, name, section.lora_rank)) for name in modules}
+    alpha_of = {name: float(_matching(alphas, name, alpha)) for name in modules}
+    return Adapter(part=part, algorithm=section.lora_algorithm, modules=modules, ranks=rank_of, alphas=alpha_of)
+
+
+def _pattern(text: str | None, name: str, modules: tuple[str, ...]) -> dict[str, float]:
+    if not text:
+        return {}
+    try:
+        pattern = json.loads(text)
+        pattern = {str(end): float(value) for end, value in pattern.items()}
+    except (ValueError, TypeError, AttributeError):
+        raise Trouble("bad_value", f"--{name} is {text!r}, not a JSON object of names and numbers.") from None
+    for end in pattern:
+        if not any(_ends(module, end) for module in modules):
+            raise Trouble("bad_value", f"--{name} names {end!r}, which gets no LoRA.")
+    return pattern
+
+
+def _matching(pattern: dict[str, float], name: str, otherwise: float) -> float:
+    return next((value for end, value in pattern.items() if _ends(name, end)), otherwise)
+
+
+def _peft_config(section, modules: tuple[str, ...], alpha: float, ranks: dict, alphas: dict):
+    import peft
+
+    ranks = {end: int(rank) for end, rank in ranks.items()}
+    common = {"target_modules": list(modules), "rank_pattern": ranks, "alpha_pattern": alphas, "inference_mode": False}
+    kind, dropout = section.lora_algorithm, section.lora_dropout
+    if kind in ("lora", "dora", "rslora"):
+        return peft.LoraConfig(r=section.lora_rank, lora_alpha=alpha, lora_dropout=dropout, use_dora=kind == "dora",
+                               use_rslora=kind == "rslora", init_lora_weights=True, **common)  # fmt: skip
+    if kind == "oft":
+        del common["alpha_pattern"]
+        return peft.OFTConfig(r=0, oft_block_size=section.lora_rank, module_dropout=dropout, **common)
+    config = peft.LoHaConfig if kind == "loha" else peft.LoKrConfig
+    more = {"rank_dropout": dropout, "module_dropout": 0.0}
+    return config(r=section.lora_rank, alpha=alpha, init_weights=True, **more, **common)
+
+
+def adapter_state(adapter: Adapter, weights: dict[str, torch.Tensor], *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The adapter as it is written: module names, no adapter name, and alpha wherever the factor is not 1.
+
+    `weights` are `part.parameter` names. rsLoRA's alpha is stored times the root of the rank, so that the general rule
+    alpha / rank gives its factor.
+    """
+    state = {}
+    for name, weight in weights.items():
+        key = name.removeprefix(f"{adapter.part}.").replace(f".{ADAPTER}", "")
+        key = key.removesuffix(".weight") if "lora_magnitude_vector" in key else key
+        state[key] = weight.detach().to(device="cpu", dtype=dtype).contiguous()
+    for module in adapter.modules:
+        alpha, rank = adapter.alphas[module], adapter.ranks[module]
+        if adapter.algorithm == "rslora":
+            alpha *= math.sqrt(rank)
+        if adapter.algorithm in ("loha", "lokr") or (adapter.algorithm != "oft" and alpha != rank):
+            state[f"{module}.alpha"] = torch.tensor(alpha, dtype=torch.float32)
+    return state
+
+
+def load_adapter(adapter: Adapter, weights: dict[str, torch.nn.Parameter], stored: dict[str, torch.Tensor]) -> int:
+    """Begins from a file's factors; returns how many modules it filled. Raises Trouble where nothing or the wrong size fits."""
+    filled = set()
+    for name, weight in weights.items():
+        key = name.removeprefix(f"{adapter.part}.").replace(f".{ADAPTER}", "")
+        found = _stored(key, stored)
+        if found is None:
+            continue
+        if found.shape != weight.shape:
+            raise Trouble(
+                "bad_value", f"The LoRA to begin from has {list(found.shape)} for {key}, this run {list(weight.shape)}.",
+                hint="Set --lora_rank and --lora_target_modules as it was trained.",
+            )  # fmt: skip
+        with torch.no_grad():
+            weight.copy_(found)
+        filled.add(key.rpartition(".lora_")[0])
+    if not filled:
+        raise Trouble("bad_value", "The LoRA to begin from (--lora_checkpoint) has no module that this run trains.")
+    return len(filled)
+
+
+def _stored(key: str, stored: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    kohya = key.replace("lora_A.", "lora_down.").replace("lora_B.", "lora_up.")
+    named = key.replace("lora_A.", f"lora_A.{ADAPTER}.").replace("lora_B.", f"lora_B.{ADAPTER}.")
+    for prefix in ("", "pipe.dit.", "transformer.", "diffusion_model.", "base_model.model."):
+        for spelling in (key, named, kohya):
+            if prefix + spelling in stored:
+                return stored[prefix + spelling]
+    return None

@@ -1,0 +1,202 @@
+"""Encodings that cannot change are computed once and kept: in RAM, and on disk by a hash of what they were made from."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from PIL import Image
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from backend.engine.pictures import to_pixels
+from backend.schema.messages import Trouble
+from backend.training.dataset import Item
+
+RAM_BYTES = 4 * 2**30
+Encoding = dict[str, torch.Tensor]
+Progress = Callable[[int, int], None]
+
+
+class Store:
+    """Small dictionaries of tensors by key. `folder` None keeps them in RAM alone, else as files that runs share."""
+
+    def __init__(self, folder: Path | None):
+        self.folder = folder
+        self.near: dict[str, Encoding] = {}
+        self.near_bytes = 0
+
+    def _path(self, key: str) -> Path:
+        return self.folder / key[:2] / f"{key}.safetensors"
+
+    def has(self, key: str) -> bool:
+        return key in self.near or self.get(key) is not None
+
+    def get(self, key: str) -> Encoding | None:
+        """The tensors under `key`; None where there are none, or where the file is torn."""
+        if key in self.near:
+            return self.near[key]
+        if self.folder is None:
+            return None
+        try:
+            data = self._path(key).read_bytes()
+            found = load_tensors(data)
+        except FileNotFoundError:
+            return None
+        except Exception:  # a torn file of a lost machine: whatever the parser says, it is computed anew
+            return None
+        self._keep_near(key, found)
+        return found
+
+    def put(self, key: str, encoding: Encoding) -> None:
+        encoding = {name: tensor.detach().cpu().contiguous() for name, tensor in encoding.items()}
+        self._keep_near(key, encoding, always=self.folder is None)
+        if self.folder is None:
+            return
+        path = self._path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{key}.{os.getpid()}.tmp")
+        try:
+            temporary.write_bytes(save_tensors(encoding))
+            temporary.replace(path)
+        except OSError:  # a cache that cannot be written is a slower one, no more
+            temporary.unlink(missing_ok=True)
+            self._keep_near(key, encoding, always=True)
+
+    def _keep_near(self, key: str, encoding: Encoding, *, always: bool = False) -> None:
+        size = sum(tensor.nbytes for tensor in encoding.values())
+        if always or self.near_bytes + size <= RAM_BYTES:
+            self.near[key] = encoding
+            self.near_bytes += size
+
+
+def prune(folder: Path, limit_bytes: float) -> None:
+    """Deletes the files that were made first until `folder` is within `limit_bytes`."""
+    files = [(path.stat().st_mtime, path.stat().st_size, path) for path in folder.rglob("*.safetensors")]
+    excess = sum(size for _, size, _ in files) - limit_bytes
+    for _, size, path in sorted(files, key=lambda entry: entry[0]):
+        if excess <= 0:
+            return
+        path.unlink(missing_ok=True)
+        excess -= size
+
+
+def key_of(*words) -> str:
+    return hashlib.sha256("\0".join(map(str, words)).encode()).hexdigest()
+
+
+def open_pixels(item: Item, size: tuple[int, int], *, flip: bool = False) -> torch.Tensor:
+    """(3, height, width) in [-1, 1]: the picture upright, resized, its largest middle part. Raises Trouble by its name."""
+    from PIL import ImageOps
+
+    height, width = size
+    try:
+        with Image.open(item.path) as stored:
+            picture = ImageOps.exif_transpose(stored)
+            if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
+                picture = _on_white(picture.convert("RGBA"))
+            picture = picture.convert("RGB")
+    except Exception as error:  # decoders raise what they like
+        raise Trouble(
+            "broken_picture", f"The picture {item.path} cannot be read ({error}).",
+            hint="Replace or remove it, or set --skip_broken_pictures.",
+        ) from None  # fmt: skip
+    pixels = to_pixels(picture, width, height)[0]
+    return pixels.flip(-1) if flip else pixels
+
+
+def _on_white(picture: Image.Image) -> Image.Image:
+    ground = Image.new("RGBA", picture.size, (255, 255, 255, 255))
+    return Image.alpha_composite(ground, picture)
+
+
+def read_mask(item: Item, size: tuple[int, int], cells: tuple[int, int], *, kind: str, flip: bool) -> torch.Tensor:
+    """(1, h, w) in [0, 1] at the latents' resolution `cells`; all ones where a picture has no mask."""
+    from PIL import ImageOps
+
+    path = item.mask if kind == "file" else item.path
+    if path is None or item.prior:
+        return torch.ones(1, *cells)
+    with Image.open(path) as stored:
+        picture = ImageOps.exif_transpose(stored)
+        if kind == "alpha":
+            picture = picture.convert("RGBA").getchannel("A")
+        mask = to_pixels(picture.convert("L").convert("RGB"), size[1], size[0])[:, :1] * 0.5 + 0.5
+    mask = torch.nn.functional.interpolate(mask, cells, mode="area")[0]
+    return mask.flip(-1) if flip else mask
+
+
+def fill_latents(
+    store: Store,
+    wanted: dict[str, tuple[int, bool]],
+    items: Sequence[Item],
+    sizes: Sequence[tuple[int, int]],
+    *,
+    encode: Callable[[torch.Tensor], torch.Tensor],
+    workers: int,
+    skip_broken: bool,
+    progress: Progress,
+) -> dict[int, str]:
+    """Encodes what `store` lacks of `wanted` {key: (item, flipped)}. Returns the items that could not be read, and why."""
+    groups: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for key, (number, _) in wanted.items():
+        groups[sizes[number]].append(key)
+    broken: dict[int, str] = {}
+    done = 0
+    for size, keys in groups.items():
+        at_once = max(1, min(16, 2**20 // (size[0] * size[1])))
+
+        def read(key: str, size=size):
+            number, flip = wanted[key]
+            try:
+                return open_pixels(items[number], size, flip=flip)
+            except Trouble as why:
+                return why
+
+        for some in _chunks(keys, at_once, read, workers):
+            good = [(key, pixels) for key, pixels in some if isinstance(pixels, torch.Tensor)]
+            for key, trouble in some:
+                if isinstance(trouble, Trouble):
+                    if not skip_broken:
+                        raise trouble
+                    broken[wanted[key][0]] = trouble.message
+            if good:
+                for (key, _), latents in zip(good, encode(torch.stack([pixels for _, pixels in good])), strict=True):
+                    store.put(key, {"latents": latents.float()})
+            done += len(some)
+            progress(done, len(wanted))
+    return broken
+
+
+def _chunks(keys: list[str], count: int, read: Callable, workers: int) -> Iterator[list[tuple[str, object]]]:
+    """`keys` with what `read` makes of each, `count` at a time; threads read ahead (decoding releases Python's lock)."""
+    with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
+        ahead = max(count, 2 * workers)
+        waiting = [pool.submit(read, key) for key in keys[:ahead]]
+        for start in range(0, len(keys), count):
+            some = keys[start : start + count]
+            results = [waiting.pop(0).result() for _ in some]
+            waiting += [pool.submit(read, key) for key in keys[start + ahead : start + ahead + len(some)]]
+            yield list(zip(some, results, strict=True))
+
+
+def fill_texts(
+    store: Store,
+    wanted: dict[str, str],
+    *,
+    encode: Callable[[list[str]], Iterable[Encoding]],
+    progress: Progress,
+    at_once: int = 16,
+) -> None:
+    """Encodes the prompts in `wanted` {key: prompt}."""
+    keys = sorted(wanted, key=lambda key: len(wanted[key]))
+    for start in range(0, len(keys), at_once):
+        some = keys[start : start + at_once]
+        for key, encoding in zip(some, encode([wanted[key] for key in some]), strict=True):
+            store.put(key, encoding)
+        progress(min(start + at_once, len(keys)), len(keys))

@@ -1,0 +1,132 @@
+"""Full states, from which a run goes on bit for bit, and results, which are what one trains for.
+
+A state is a folder `checkpoints/step-000100/` that appears by one rename: weights that train (float32), optimizers, running mean,
+scaler, the random state of every process, and the step, from which order, noise and learning rate follow.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from backend.schema.messages import Trouble
+from backend.training.files import disk_full, is_disk_full, replacing, replacing_folder
+
+FORMAT = 1
+
+
+@dataclass
+class State:
+    """Everything of a run that a later process needs. `facts` are compared on resume, and what differs is said."""
+
+    step: int
+    weights: dict[str, torch.Tensor]
+    optimizers: list[dict]
+    mean: dict[str, torch.Tensor] | None = None
+    scaler: dict | None = None
+    random: list[dict] = field(default_factory=list)  # one per process
+    facts: dict = field(default_factory=dict)
+
+
+def save_state(folder: Path, state: State) -> Path:
+    """Writes `folder/checkpoints/step-…`. Raises Trouble("disk_full") with nothing of it left behind."""
+    target = folder / "checkpoints" / f"step-{state.step:06d}"
+    try:
+        with replacing_folder(target) as making:
+            save_file(_own(state.weights), making / "weights.safetensors")
+            if state.mean is not None:
+                save_file(_own(state.mean), making / "mean.safetensors")
+            torch.save({"optimizers": state.optimizers, "scaler": state.scaler}, making / "optimizers.pt")
+            torch.save(state.random, making / "random.pt")
+            text = json.dumps(
+                {"format": FORMAT, "step": state.step, "facts": state.facts}, ensure_ascii=False, indent=2
+            )
+            (making / "state.json").write_text(text, encoding="utf-8")
+    except Exception as error:
+        if is_disk_full(error):
+            raise disk_full(folder, f"The state of step {state.step}") from error
+        raise
+    return target
+
+
+def _own(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def load_state(path: Path) -> State:
+    """The state in a folder written by `save_state`. Raises Trouble for one that is not whole."""
+    try:
+        said = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        more = torch.load(path / "optimizers.pt", map_location="cpu", weights_only=True)
+        mean = path / "mean.safetensors"
+        return State(
+            step=int(said["step"]),
+            weights=load_file(path / "weights.safetensors"),
+            optimizers=more["optimizers"],
+            mean=load_file(mean) if mean.exists() else None,
+            scaler=more["scaler"],
+            random=torch.load(path / "random.pt", map_location="cpu", weights_only=True),
+            facts=said["facts"],
+        )
+    except Exception as error:  # each reader has its own
+        raise Trouble(
+            "damaged", f"The state {path} cannot be read ({error}).", hint="Resume from an older one by its path."
+        ) from None
+
+
+def list_states(folder: Path) -> list[Path]:
+    """The states in a run's folder, the newest last."""
+    found = [path for path in (folder / "checkpoints").glob("step-*") if (path / "state.json").is_file()]
+    return sorted(found, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def prune_states(folder: Path, *, keep: int, keep_every: int | None) -> None:
+    """Deletes all but the newest `keep` states and those of every `keep_every`-th step; also what a killed process left."""
+    states = list_states(folder)
+    for path in states[:-keep]:
+        if not (keep_every and step_of(path) % keep_every == 0):
+            shutil.rmtree(path, ignore_errors=True)
+    for left in (folder / "checkpoints").glob(".step-*.tmp"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def save_result(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> Path:
+    """Writes a result, whole or not at all. Raises Trouble("disk_full")."""
+    try:
+        with replacing(path) as making:
+            save_file(tensors, making, metadata=metadata)
+    except Exception as error:
+        if is_disk_full(error):
+            raise disk_full(path.parent, path.name) from error
+        raise
+    return path
+
+
+def random_state() -> dict:
+    """The states of the generators that nothing but dropout inside networks uses."""
+    state = {"torch": torch.get_rng_state(), "python": _plain(random.getstate())}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_random_state(state: dict) -> None:
+    torch.set_rng_state(state["torch"])
+    version, numbers, rest = state["python"]
+    random.setstate((version, tuple(numbers), rest))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def _plain(state) -> list:
+    return [state[0], list(state[1]), state[2]]

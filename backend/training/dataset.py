@@ -1,0 +1,237 @@
+"""What a dataset holds: pictures, their captions and sizes, read from folders and metadata files. No torch."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from PIL import Image
+
+from backend.schema.messages import Trouble
+from backend.training.captions import decode_text, read_text, with_trigger
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif")
+MASK_SUFFIX = ".mask.png"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One picture: where it is, what it is called, how large it is in the file (pixels) and what it counts."""
+
+    path: Path
+    captions: tuple[str, ...]
+    width: int = 0
+    height: int = 0
+    digest: str = ""  # sha256 of the file
+    mask: Path | None = None
+    weight: float = 1.0  # how often it is shown against the others
+    prior: bool = False  # drawn by the untouched model
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Items in the order of their files, and sentences about what was unusual."""
+
+    items: tuple[Item, ...]
+    notes: tuple[str, ...] = ()
+    broken: tuple[tuple[Path, str], ...] = field(default=())
+
+
+def read_dataset(section, *, trigger: str = "", index: Path | None = None) -> Dataset:
+    """The dataset that a config's `dataset` section names.
+
+    `index` is a JSON file that remembers sizes and digests by path, size and time. Raises Trouble for a missing or empty
+    folder, a metadata file without the right columns, and (unless `skip_broken_pictures`) a picture that cannot be read.
+    """
+    bases = _listed(section.dataset_base_path)
+    metadata = _listed(section.dataset_metadata_path)
+    if not bases and not metadata:
+        raise Trouble(
+            "no_dataset", "No dataset folder is given.", hint="Set --dataset_base_path to a folder of pictures."
+        )
+    if metadata and bases and len(metadata) != len(bases):
+        raise Trouble(
+            "bad_value", f"There are {len(bases)} dataset folders but {len(metadata)} metadata files.",
+            hint="Give one metadata file for each folder, or none.",
+        )  # fmt: skip
+    weights = _weights(section.dataset_weights, max(len(bases), len(metadata)))
+    items: list[Item] = []
+    notes: list[str] = []
+    for number, weight in enumerate(weights):
+        base = Path(bases[number]) if bases else Path(metadata[number]).parent
+        if metadata:
+            found = _from_metadata(Path(metadata[number]), base, section.data_file_keys, notes)
+        else:
+            found = _from_folder(base, notes)
+        items += [_finished(item, weight, trigger, section.masked_loss) for item in found]
+    return _measured(items, notes, index, skip_broken=section.skip_broken_pictures)
+
+
+def read_folder(base: Path, *, prior: bool = False) -> Dataset:
+    """A plain folder of captioned pictures, for pictures that are trained along."""
+    notes: list[str] = []
+    items = [Item(path=item.path, captions=item.captions, prior=prior) for item in _from_folder(base, notes)]
+    return _measured(items, notes, None, skip_broken=False)
+
+
+def _listed(text: str | None) -> list[str]:
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
+
+
+def _weights(text: str | None, count: int) -> list[float]:
+    parts = _listed(text)
+    if not parts:
+        return [1.0] * count
+    try:
+        weights = [float(part) for part in parts]
+    except ValueError:
+        raise Trouble("bad_value", f"Dataset weights (--dataset_weights) are {text!r}, not numbers.") from None
+    if len(weights) != count or any(not 0 < weight <= 1000 for weight in weights):
+        raise Trouble("bad_value", f"There are {count} datasets but the weights are {text!r}; each must be above 0.")
+    return weights
+
+
+def _finished(item: Item, weight: float, trigger: str, masked: str) -> Item:
+    captions = tuple(with_trigger(caption, trigger) for caption in item.captions)
+    mask = item.path.with_name(item.path.stem + MASK_SUFFIX) if masked == "file" else None
+    if mask is not None and not mask.is_file():
+        mask = None
+    return Item(path=item.path, captions=captions, mask=mask, weight=weight)
+
+
+def _from_folder(base: Path, notes: list[str]) -> Iterator[Item]:
+    if not base.is_dir():
+        raise Trouble("missing_file", f"The dataset folder {base} does not exist.", hint="Check the path.")
+    paths = sorted(path for path in base.rglob("*") if path.suffix.lower() in SUFFIXES and _is_picture(path, base))
+    if not paths:
+        raise Trouble(
+            "empty_dataset", f"There are no pictures in {base}.", hint=f"Put {', '.join(SUFFIXES[:4])} files there."
+        )
+    without = 0
+    for path in paths:
+        beside = path.with_suffix(".txt")
+        caption, encoding = read_text(beside) if beside.is_file() else ("", "utf-8")
+        without += not caption
+        if encoding not in ("utf-8", "utf-8-sig"):
+            notes.append(f"{beside.name} was read as {encoding}.")
+        yield Item(path=path, captions=(caption,))
+    if without:
+        notes.append(f"{without} of {len(paths)} pictures in {base.name} have no caption.")
+
+
+def _is_picture(path: Path, base: Path) -> bool:
+    hidden = any(part.startswith(".") for part in path.relative_to(base).parts)
+    return path.is_file() and not hidden and not path.name.endswith(MASK_SUFFIX)
+
+
+def _from_metadata(path: Path, base: Path, file_keys: tuple[str, ...], notes: list[str]) -> Iterator[Item]:
+    if not path.is_file():
+        raise Trouble("missing_file", f"The metadata file {path} does not exist.")
+    text, encoding = decode_text(path.read_bytes())
+    if encoding not in ("utf-8", "utf-8-sig"):
+        notes.append(f"{path.name} was read as {encoding}.")
+    rows = _rows(path, text.lstrip("\ufeff"))
+    if not rows:
+        raise Trouble("empty_dataset", f"The metadata file {path} holds no rows.")
+    for number, row in enumerate(rows, start=1):
+        key = next((key for key in file_keys if row.get(key)), None)
+        if key is None:
+            raise Trouble(
+                "bad_metadata", f"Row {number} of {path.name} names no picture: its columns are {', '.join(map(str, row))}.",
+                hint=f"The picture's column must be called {' or '.join(file_keys)} (--data_file_keys).",
+            )  # fmt: skip
+        yield Item(path=base / str(row[key]), captions=_captions(row.get("prompt"), number, path))
+
+
+def _captions(prompt, number: int, path: Path) -> tuple[str, ...]:
+    if prompt is None:
+        raise Trouble("bad_metadata", f"Row {number} of {path.name} has no column `prompt`.")
+    if isinstance(prompt, str):
+        return (prompt,)
+    if isinstance(prompt, list) and prompt and all(isinstance(one, str) for one in prompt):
+        return tuple(prompt)
+    raise Trouble("bad_metadata", f"The prompt in row {number} of {path.name} is neither text nor a list of texts.")
+
+
+def _rows(path: Path, text: str) -> list[dict]:
+    try:
+        if path.suffix.lower() == ".csv":
+            return list(csv.DictReader(io.StringIO(text, newline="")))
+        if path.suffix.lower() == ".jsonl":
+            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+        else:
+            rows = json.loads(text)
+    except (ValueError, csv.Error) as error:
+        raise Trouble("bad_metadata", f"The metadata file {path} cannot be read: {error}.") from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise Trouble("bad_metadata", f"The metadata file {path} must hold a list of objects.")
+    return rows
+
+
+def _measured(items: list[Item], notes: list[str], index: Path | None, *, skip_broken: bool) -> Dataset:
+    known = _read_index(index)
+    used: dict[str, list] = {}
+    good: list[Item] = []
+    broken: list[tuple[Path, str]] = []
+    for item in items:
+        try:
+            entry = _entry(item.path, known)
+        except OSError as error:
+            if not skip_broken:
+                raise _broken(item.path, error) from None
+            broken.append((item.path, str(error)))
+            continue
+        used[str(item.path.absolute())] = entry
+        width, height, digest = entry[2:]
+        good.append(Item(**{**vars(item), "width": width, "height": height, "digest": digest}))
+    if not good:
+        raise Trouble("empty_dataset", f"None of the {len(items)} pictures can be read.")
+    notes += [f"{path.name} cannot be read and is left out: {why}." for path, why in broken]
+    if index is not None and used != known:
+        _write_index(index, {**known, **used})
+    return Dataset(items=tuple(good), notes=tuple(notes), broken=tuple(broken))
+
+
+def _broken(path: Path, error: OSError) -> Trouble:
+    if not path.exists():
+        return Trouble("missing_file", f"The picture {path} does not exist.", hint="Correct the metadata file.")
+    return Trouble(
+        "broken_picture", f"The picture {path} cannot be read ({error}).",
+        hint="Replace or remove it, or set --skip_broken_pictures.",
+    )  # fmt: skip
+
+
+def _entry(path: Path, known: dict[str, list]) -> list:
+    """[bytes, time, width, height, sha256] of a picture file; the header only is decoded. Raises OSError."""
+    status = path.stat()
+    entry = known.get(str(path.absolute()))
+    if entry is not None and entry[:2] == [status.st_size, status.st_mtime_ns]:
+        return entry
+    data = path.read_bytes()
+    with Image.open(io.BytesIO(data)) as picture:
+        width, height = picture.size
+        if picture.getexif().get(0x0112, 1) >= 5:  # stored on its side
+            width, height = height, width
+    return [status.st_size, status.st_mtime_ns, width, height, hashlib.sha256(data).hexdigest()]
+
+
+def _read_index(index: Path | None) -> dict[str, list]:
+    if index is None or not index.is_file():
+        return {}
+    try:
+        known = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _write_index(index: Path, entries: dict[str, list]) -> None:
+    from backend.training.files import write_text
+
+    index.parent.mkdir(parents=True, exist_ok=True)
+    write_text(index, json.dumps(entries, ensure_ascii=False))

@@ -1,0 +1,268 @@
+"""From a dataset to what the learner eats: sizes, encodings from the cache, captions and noise by place."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+
+import torch
+
+from backend.schema.messages import Trouble
+from backend.schema.places import places
+from backend.training.base import Base, part_digest
+from backend.training.batches import Batch, size_of
+from backend.training.cache import Store, fill_latents, fill_texts, key_of, prune, read_mask
+from backend.training.captions import drawn, lines_of
+from backend.training.dataset import Dataset, Item
+from backend.training.learner import Material
+from backend.training.objective import draw, seed_of
+from backend.training.samples import EMPTY, EVERYDAY, draw_latents
+
+Parts = Callable[..., dict[str, torch.nn.Module]]
+
+
+@dataclass
+class Source:
+    """Items with their sizes (height, width) and everything encoded that can be."""
+
+    items: list[Item]
+    sizes: list[tuple[int, int]]
+    latents: dict[tuple[int, bool], str]  # (item, flipped) -> key
+    texts: dict[str, str] | None  # prompt -> key; None: the text encoder trains, or captions are not known beforehand
+    latent_store: Store
+    text_store: Store
+    config: object
+    schedule: Callable[[tuple[int, int]], torch.Tensor]
+
+    def material(self, batch: Batch, *, scale: float) -> Material:
+        """Everything for one batch; `scale` is what a sample of weight 1 counts."""
+        config, seed = self.config, self.config.training.seed
+        prompts, latents, masks = [], [], []
+        for number, place in zip(batch.items, batch.places, strict=True):
+            random = Random(seed_of(seed, place, "sample"))
+            item = self.items[number]
+            flip = config.dataset.flip and not item.prior and random.random() < 0.5
+            prompts.append(self._caption(item, random))
+            latents.append(self._latents(number, flip))
+            if config.dataset.masked_loss != "none":
+                masks.append(self._mask(item, number, latents[-1], flip))
+        size = self.sizes[batch.items[0]]
+        needs_schedule = config.loss.timestep_sampling == "shifted"
+        return Material(
+            latents=torch.stack(latents),
+            prompts=tuple(prompts),
+            encodings=None if self.texts is None else [self._text(prompt) for prompt in prompts],
+            draws=draw(latents[0].shape, batch.places, config.loss, seed=seed,
+                       schedule=self.schedule(size) if needs_schedule else None),
+            weights=torch.tensor([scale * self._counts(number) for number in batch.items]),
+            mask=torch.stack(masks) if masks else None,
+        )  # fmt: skip
+
+    def _caption(self, item: Item, random: Random) -> str:
+        section = self.config.dataset
+        return drawn(item.captions, random, dropout=section.caption_dropout, shuffle=section.caption_shuffle)
+
+    def _counts(self, number: int) -> float:
+        return self.config.prior.prior_weight if self.items[number].prior else 1.0
+
+    def _mask(self, item: Item, number: int, latents: torch.Tensor, flip: bool) -> torch.Tensor:
+        section = self.config.dataset
+        mask = read_mask(item, self.sizes[number], tuple(latents.shape[-2:]), kind=section.masked_loss, flip=flip)
+        return section.mask_floor + (1 - section.mask_floor) * mask
+
+    def _latents(self, number: int, flip: bool) -> torch.Tensor:
+        found = self.latent_store.get(self.latents[number, flip])
+        if found is None:
+            raise Trouble("cache_lost", "An encoding was deleted from the cache while training.", hint="Start again.")
+        return found["latents"]
+
+    def _text(self, prompt: str) -> dict[str, torch.Tensor]:
+        found = self.text_store.get(self.texts[prompt])
+        if found is None:
+            raise Trouble("cache_lost", "An encoding was deleted from the cache while training.", hint="Start again.")
+        return found
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the filling of a cache needs to know: what trains, and how its progress is said."""
+
+    trains_text: bool
+    dtype: torch.dtype
+    rank: int
+    processes: int
+    wait: Callable[[], None]
+    gather: Callable[[object], list]
+    progress: Callable[[int, int], None]
+
+
+def prepare_source(
+    dataset: Dataset, base: Base, config, load: Parts, wishes: Wishes, *, more_prompts: list[str]
+) -> Source:
+    """A source over `dataset` and the pictures that are trained along. Loads encoders through `load` only where needed."""
+    section, cache = config.dataset, places().cache / "encodings"
+    folder = cache if section.data_cache else None
+    items = list(dataset.items)
+    sizes = [_size(item, section, base, config.training.batch_size) for item in items]
+    source = Source(
+        items=items, sizes=sizes, latents={}, texts=None, config=config,
+        latent_store=Store(folder and folder / "latents"), text_store=Store(folder and folder / "texts"),
+        schedule=_schedules(base),
+    )  # fmt: skip
+    _fill_pictures(source, base, load, wishes)
+    if config.prior.prior_pictures and not config.prior.regularisation_path:
+        _add_drawn(source, base, load, wishes)
+    prompts = {caption for item in source.items for caption in item.captions} | {"", " ", *more_prompts}
+    if not wishes.trains_text and not section.caption_shuffle:
+        _fill_prompts(source, base, load, wishes, sorted(prompts))
+    if folder and wishes.rank == 0:
+        prune(cache, section.data_cache_gib * 2**30)
+    free_memory()
+    return source
+
+
+def _size(item: Item, section, base: Base, batch_size: int) -> tuple[int, int]:
+    return size_of(
+        item, height=section.height, width=section.width, max_pixels=section.max_pixels,
+        multiple=base.family.SIZES.multiple, snap=batch_size > 1,
+    )  # fmt: skip
+
+
+def _schedules(base: Base) -> Callable[[tuple[int, int]], torch.Tensor]:
+    known: dict[tuple[int, int], torch.Tensor] = {}
+
+    def schedule(size: tuple[int, int]) -> torch.Tensor:
+        if size not in known:
+            known[size] = base.family.sigmas(base.spec.scheduler, 1000, width=size[1], height=size[0])
+        return known[size]
+
+    return schedule
+
+
+def _fill_pictures(source: Source, base: Base, load: Parts, wishes: Wishes) -> None:
+    config = source.config
+    digest = part_digest(base, "vae") if "vae" in base.spec.parts else ""
+    for number, item in enumerate(source.items):
+        for flip in (False, True) if config.dataset.flip and not item.prior else (False,):
+            key = key_of(item.digest, source.sizes[number], flip, base.spec.family, digest, "mean")
+            source.latents[number, flip] = key
+    missing = {key: where for where, key in source.latents.items() if not source.latent_store.has(key)}
+    mine = _mine(missing, wishes, source.latent_store)
+    broken: dict[int, str] = {}
+    if mine:
+        parts = load(["vae"])
+        device = next(parts["vae"].parameters()).device
+
+        @torch.no_grad()
+        def encode(pixels: torch.Tensor) -> torch.Tensor:
+            return base.family.encode_image(parts, pixels.to(device))
+
+        broken = fill_latents(
+            source.latent_store, mine, source.items, source.sizes, encode=encode,
+            workers=config.dataset.dataset_num_workers, skip_broken=config.dataset.skip_broken_pictures,
+            progress=wishes.progress,
+        )  # fmt: skip
+    wishes.wait()
+    for some in wishes.gather(broken):
+        broken = {**broken, **some}
+    if broken:
+        _leave_out(source, set(broken))
+
+
+def _mine(missing: dict, wishes: Wishes, store: Store) -> dict:
+    """This process's share of the work; without a shared folder each does all of it."""
+    if store.folder is None:
+        return missing
+    keys = sorted(missing)
+    return {key: missing[key] for key in keys[wishes.rank :: wishes.processes]}
+
+
+def _leave_out(source: Source, broken: set[int]) -> None:
+    kept = [number for number in range(len(source.items)) if number not in broken]
+    if not kept:
+        raise Trouble("empty_dataset", "None of the pictures can be read.")
+    renamed = {old: new for new, old in enumerate(kept)}
+    source.latents = {(renamed[old], flip): key for (old, flip), key in source.latents.items() if old in renamed}
+    source.items = [source.items[number] for number in kept]
+    source.sizes = [source.sizes[number] for number in kept]
+
+
+def prior_prompts(section) -> list[str]:
+    return lines_of(section.prior_prompts) or list(EVERYDAY)
+
+
+def _add_drawn(source: Source, base: Base, load: Parts, wishes: Wishes) -> None:
+    """Adds the pictures that the untouched model draws, as latents straight from the sampler."""
+    section, seed = source.config.prior, source.config.training.seed
+    prompts = prior_prompts(section)
+    size = max(set(source.sizes), key=source.sizes.count)
+    digests = [part_digest(base, name) for name in ("dit", "text_encoder")]
+    wanted = {}
+    for number in range(section.prior_pictures):
+        prompt, place = prompts[number % len(prompts)], seed * 100003 + number
+        key = key_of("prior", prompt, place, size, section.prior_guidance, str(wishes.dtype), *digests)
+        source.latents[len(source.items), False] = key
+        source.items.append(
+            Item(path=Path(key), captions=(prompt,), width=size[1], height=size[0], digest=key, prior=True)
+        )
+        source.sizes.append(size)
+        wanted[key] = (prompt, place)
+    missing = _mine(
+        {key: what for key, what in wanted.items() if not source.latent_store.has(key)}, wishes, source.latent_store
+    )
+    if missing:
+        _draw_missing(missing, source, base, load, wishes, size)
+    wishes.wait()
+
+
+@torch.no_grad()
+def _draw_missing(
+    missing: dict, source: Source, base: Base, load: Parts, wishes: Wishes, size: tuple[int, int]
+) -> None:
+    parts = load(["text_encoder", "dit"])
+    device = next(parts["dit"].parameters()).device
+    away = base.family.encode_text(parts, [EMPTY], device=device)[0]
+    for done, (key, (prompt, place)) in enumerate(missing.items()):
+        towards = base.family.encode_text(parts, [prompt], device=device)[0]
+        latents = draw_latents(
+            base.family, parts, base.spec.scheduler, towards, away, seed=place, steps=12,
+            guidance=source.config.prior.prior_guidance, size=size, dtype=wishes.dtype,
+        )  # fmt: skip
+        source.latent_store.put(key, {"latents": latents[0].float()})
+        wishes.progress(done + 1, len(missing))
+
+
+def _fill_prompts(source: Source, base: Base, load: Parts, wishes: Wishes, prompts: list[str]) -> None:
+    digest = part_digest(base, "text_encoder")
+    source.texts = {prompt: key_of(prompt, base.spec.family, digest, str(wishes.dtype)) for prompt in prompts}
+    missing = {key: prompt for prompt, key in source.texts.items() if not source.text_store.has(key)}
+    mine = _mine(missing, wishes, source.text_store)
+    if mine:
+        parts = load(["text_encoder"])
+        device = next(parts["text_encoder"].parameters()).device
+
+        @torch.no_grad()
+        def encode(some: list[str]) -> list[dict]:
+            return base.family.encode_text(parts, some, device=device)
+
+        fill_texts(source.text_store, mine, encode=encode, progress=wishes.progress)
+    wishes.wait()
+
+
+def split_off(source: Source, share: float, *, seed: int) -> list[int]:
+    """Takes `share` of the own pictures out of the training and returns their numbers; they stay in `items`."""
+    own = [number for number, item in enumerate(source.items) if not item.prior]
+    Random(f"{seed}/validation").shuffle(own)
+    aside = own[: max(1, round(len(own) * share))] if share and len(own) > 1 else []
+    for number in aside:
+        source.items[number] = replace(source.items[number], weight=0.0)
+    return sorted(aside)
+
+
+def free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,187 @@
+"""Optimizers by name, what each weight's learning rate is at a step, and the running mean of the weights."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from collections.abc import Iterable
+
+import torch
+
+from backend.schema.messages import Trouble
+
+_NAMED = {
+    "adamw": "torch.optim.AdamW",
+    "adam": "torch.optim.Adam",
+    "sgd": "torch.optim.SGD",
+    "adafactor": "torch.optim.Adafactor",
+    "lion": "backend.training.optimizers.Lion",
+    "muon": "torch.optim.Muon",
+    "adamw8bit": "bitsandbytes.optim.AdamW8bit",
+    "pagedadamw8bit": "bitsandbytes.optim.PagedAdamW8bit",
+    "prodigy": "prodigyopt.Prodigy",
+}
+
+
+def make_optimizers(weights: dict[str, torch.nn.Parameter], section) -> list[torch.optim.Optimizer]:
+    """One optimizer, or two for muon: Muon on the matrices of blocks, AdamW for everything else.
+
+    `weights` are `part.parameter` names. A group is called by its part and remembers its full rate as `initial_lr`.
+    """
+    name = section.customized_optimizer.strip()
+    arguments = _arguments(section.optimizer_args)
+    rates = part_rates(section.learning_rates, section.learning_rate, {name.partition(".")[0] for name in weights})
+    if name.lower() == "muon":
+        blocks = {name: weight for name, weight in weights.items() if _is_block_matrix(name, weight)}
+        rest = {name: weight for name, weight in weights.items() if name not in blocks}
+        arguments.setdefault("adjust_lr_fn", "match_rms_adamw")
+        made = [_make("torch.optim.Muon", blocks, rates, section.weight_decay, arguments)] if blocks else []
+        return made + ([_make("torch.optim.AdamW", rest, rates, section.weight_decay, {})] if rest else [])
+    return [_make(_NAMED.get(name.lower(), name), weights, rates, section.weight_decay, arguments)]
+
+
+def _is_block_matrix(name: str, weight: torch.Tensor) -> bool:
+    return weight.ndim == 2 and any(piece.isdigit() for piece in name.split(".")[:-1])
+
+
+def _make(dotted: str, weights: dict, rates: dict[str, float], decay: float, arguments: dict) -> torch.optim.Optimizer:
+    groups: dict[str, list] = {}
+    for name, weight in weights.items():
+        groups.setdefault(name.partition(".")[0], []).append(weight)
+    kind = find_class(dotted)
+    options = {"lr": max(rates.values()), "weight_decay": decay, **arguments}
+    try:
+        optimizer = kind(
+            [{"params": group, "lr": rates[part], "part": part} for part, group in groups.items()], **options
+        )
+    except (TypeError, ValueError) as error:
+        raise Trouble(
+            "bad_value", f"The optimizer {dotted} does not take these settings: {error}.", hint="See --optimizer_args."
+        ) from None
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return optimizer
+
+
+def find_class(dotted: str) -> type:
+    """The optimizer class behind a dotted name. Raises Trouble where there is none."""
+    package, _, name = dotted.rpartition(".")
+    if not package:
+        raise Trouble(
+            "bad_value", f"There is no optimizer called {dotted!r}.",
+            hint=f"Use {', '.join(_NAMED)}, or a class by its dotted name.",
+        )  # fmt: skip
+    try:
+        kind = getattr(importlib.import_module(package), name)
+    except ImportError:
+        raise Trouble(
+            "missing_package", f"The optimizer {dotted} needs the package {package.partition('.')[0]}, which is not installed.",
+            hint=f"Install it, or choose one of torch's own: {', '.join(list(_NAMED)[:6])}.",
+        ) from None  # fmt: skip
+    except AttributeError:
+        raise Trouble("bad_value", f"The module {package} has no optimizer {name}.") from None
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise Trouble("bad_value", f"{dotted} is not an optimizer.")
+    return kind
+
+
+def _arguments(text: str | None) -> dict:
+    if not text:
+        return {}
+    try:
+        arguments = json.loads(text)
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise Trouble("bad_value", f"Optimizer args (--optimizer_args) are {text!r}, not a JSON object.")
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()}
+
+
+def part_rates(text: str | None, general: float, parts: Iterable[str]) -> dict[str, float]:
+    """Learning rate of each part from `part=rate,part=rate` over the general one."""
+    rates = dict.fromkeys(parts, general)
+    for entry in (text or "").split(","):
+        part, equals, rate = (piece.strip() for piece in entry.partition("="))
+        if not part and not equals:
+            continue
+        if part not in rates:
+            raise Trouble(
+                "bad_value", f"Learning rates (--learning_rates) names {part!r}, which does not train.",
+                hint=f"What trains: {', '.join(rates)}.",
+            )  # fmt: skip
+        try:
+            rates[part] = float(rate)
+        except ValueError:
+            raise Trouble("bad_value", f"The learning rate of {part} is {rate!r}, not a number.") from None
+    return rates
+
+
+def rate_factor(step: int, total: int, section) -> float:
+    """What the full rate is multiplied by at `step` (0 is the first) of `total`."""
+    warm = section.lr_warmup_steps
+    rise = min(1.0, (step + 1) / warm) if warm else 1.0
+    done = min(max((step - warm) / max(total - warm, 1), 0.0), 1.0)
+    kind = section.lr_scheduler
+    if kind == "linear":
+        return rise * (1 - done)
+    if kind == "linear_from_half":
+        return rise * min(1.0, 2 * (1 - done))
+    if kind == "cosine":
+        return rise * 0.5 * (1 + math.cos(math.pi * done))
+    if kind == "cosine_with_restarts":
+        return rise * 0.5 * (1 + math.cos(math.pi * (done * section.lr_restarts % 1.0)))
+    return rise
+
+
+def set_rates(optimizers: list[torch.optim.Optimizer], factor: float) -> float:
+    """Sets every group's rate and returns the first."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+    return optimizers[0].param_groups[0]["lr"]
+
+
+class Mean:
+    """The running mean of weights (float32). The first steps count less, so that a short run is not held back by its start."""
+
+    def __init__(self, weights: dict[str, torch.nn.Parameter], decay: float):
+        self.decay, self.weights = decay, weights
+        self.values = {name: weight.detach().float().clone() for name, weight in weights.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """`step` counts from 1."""
+        keep = min(self.decay, (1 + step) / (10 + step))
+        torch._foreach_lerp_(
+            list(self.values.values()), [weight.detach().float() for weight in self.weights.values()], 1 - keep
+        )
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchanges the mean and the weights; twice is nothing."""
+        for name, weight in self.weights.items():
+            last = weight.detach().float().clone()
+            weight.copy_(self.values[name])
+            self.values[name] = last
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al. 2023: the sign of a momentum. Wants about a third of Adam's rate and three times its decay."""
+
+    def __init__(self, params, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                momentum = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
+                direction = torch.lerp(weight.grad, momentum, first).sign_()
+                weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
+                momentum.lerp_(weight.grad, 1 - second)
+        return loss

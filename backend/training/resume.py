@@ -1,0 +1,121 @@
+"""Going on from a full state, or beginning from weights; what could be taken over is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from backend.schema.knobs import to_values
+from backend.schema.messages import Trouble
+from backend.training.checkpoint import list_states, load_state, set_random_state
+
+_FREE = frozenset(
+    {"num_epochs", "max_steps", "resume_from_checkpoint", "save_steps", "keep_checkpoints", "keep_every", "name"}
+)
+
+
+def restore(run, total_steps: int) -> int:
+    """Restores what `resume_from_checkpoint` asks for; the step to go on from (0 for a fresh run)."""
+    wanted = run.config.output.resume_from_checkpoint
+    if not wanted:
+        return 0
+    if wanted.endswith(".safetensors"):
+        _weights_only(run, Path(wanted))
+        return 0
+    path = Path(wanted)
+    if wanted == "latest":
+        states = list_states(run.folder)
+        if not states:
+            run.reporter.note("There is no saved state yet: the run begins at step 1.")
+            return 0
+        path = states[-1]
+    state = load_state(path)
+    if state.step >= total_steps:
+        raise Trouble(
+            "already_complete", f"The run is already complete: it has made {state.step} of {total_steps} steps.",
+            hint="Raise --num_epochs or --max_steps to train on.",
+        )  # fmt: skip
+    _take(run, state)
+    run.reporter.event("resumed", step=state.step, **_receipt(run, state))
+    run.reporter.say(f"Going on from step {state.step}.")
+    return state.step
+
+
+@torch.no_grad()
+def _take(run, state) -> None:
+    for name, weight in run.weights.items():
+        if name not in state.weights or state.weights[name].shape != weight.shape:
+            raise Trouble(
+                "bad_value", f"The saved state has no {name} of this run's size: it was made with other settings.",
+                hint="Resume with the settings it was made with, or begin anew.",
+            )  # fmt: skip
+        weight.copy_(state.weights[name])
+    if len(state.optimizers) != len(run.optimizers):
+        raise Trouble(
+            "bad_value", "The saved state was made with another optimizer.", hint="Use the same, or begin anew."
+        )
+    for optimizer, saved in zip(run.optimizers, state.optimizers, strict=True):
+        rates = [group["initial_lr"] for group in optimizer.param_groups]
+        optimizer.load_state_dict(saved)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["initial_lr"] = rate  # the setting rules, not the state
+    if run.mean and state.mean:
+        run.mean.values = {name: state.mean[name].to(run.device) for name in run.mean.values}
+    if run.accelerator.scaler and state.scaler:
+        run.accelerator.scaler.load_state_dict(state.scaler)
+    rank = run.accelerator.process_index
+    if rank < len(state.random):
+        set_random_state(state.random[rank])
+
+
+def _receipt(run, state) -> dict[str, list[str]]:
+    """What was restored and what was not, in words."""
+    restored, lacking = ["weights", "optimizer", "step"], []
+    (restored if run.mean is None or state.mean else lacking).append("running mean")
+    (restored if len(state.random) >= run.accelerator.num_processes else lacking).append("random state")
+    same = state.facts.get("processes") == run.accelerator.num_processes
+    from backend.training.loop import facts
+
+    now = facts(run)
+    if same and state.facts.get("pictures") == now["pictures"]:
+        restored.append("place in the data")
+    else:
+        lacking.append("place in the data (pictures, captions or the number of processes changed)")
+    old, new = state.facts.get("config", {}), to_values(run.config)
+    for name, value in new.items():
+        if name not in _FREE and name in old and _plain(old[name]) != _plain(value):
+            lacking.append(f"{name} (was {old[name]}, is {value})")
+    return {"restored": restored, "not_restored": lacking}
+
+
+def _plain(value):
+    return list(value) if isinstance(value, tuple) else value
+
+
+@torch.no_grad()
+def _weights_only(run, path: Path) -> None:
+    """Begins from the weights in a result's file, with a fresh optimizer."""
+    from safetensors.torch import load_file
+
+    if not path.is_file():
+        raise Trouble("missing_file", f"There is no file {path} (--resume_from_checkpoint).")
+    if run.adapter:
+        from backend.training.adapters import load_adapter
+
+        load_adapter(run.adapter, run.weights, load_file(path))
+        return
+    stored, prefix = load_file(path), run.config.output.remove_prefix_in_ckpt
+    missing = []
+    for name, weight in run.weights.items():
+        key = f"pipe.{name}"
+        found = stored.get(key.removeprefix(prefix), stored.get(key, stored.get(name)))
+        if found is None or found.shape != weight.shape:
+            missing.append(name)
+        else:
+            weight.copy_(found)
+    if missing:
+        raise Trouble(
+            "bad_value", f"{path.name} lacks {len(missing)} of the {len(run.weights)} weights that train, {missing[0]} for one.",
+            hint="It belongs to another model, or trained other parts.",
+        )  # fmt: skip

@@ -1,0 +1,82 @@
+"""Pictures drawn by the weights as they are: samples while training, and what the untouched model draws to be trained along."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from backend.engine.pictures import to_picture
+from backend.engine.png import save_png
+from backend.engine.sampling import guided, noise, sample
+
+EMPTY = " "  # what guidance leads away from where there is no negative prompt
+
+EVERYDAY = (
+    "a dog", "a red car", "a tree", "a banana", "a blue fish", "a house", "a yellow flower", "a bird", "a cup of tea", "a book",
+    "a green frog", "a cake", "a guitar", "a ball", "an umbrella", "a rocket", "a pear", "a horse", "a key", "a mushroom",
+    "a strawberry", "a chair", "a sun", "a lemon",
+)  # fmt: skip
+
+
+@torch.no_grad()
+def draw_latents(
+    family: ModuleType,
+    parts: dict,
+    scheduler: dict,
+    towards: dict,
+    away: dict,
+    *,
+    seed: int,
+    steps: int,
+    guidance: float,
+    size: tuple[int, int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Latents (1, C, h, w) of one picture of `size` (height, width), by the same functions as the engine's pictures."""
+    height, width = size
+    device = next(parts["dit"].parameters()).device
+    parts = {**parts, "dit": Computing(parts["dit"], dtype)}
+    towards, away = ({name: value.to(dtype) for name, value in one.items()} for one in (towards, away))
+    denoise = guided(family, parts, towards, away, guidance, device=device, together=True)
+    generator = torch.Generator().manual_seed(seed)
+    x = noise(family.latent_shape(width, height), generator, device=device, dtype=dtype)
+    return sample(denoise, x, family.sigmas(scheduler, steps, width=width, height=height))
+
+
+class Computing:
+    """A network whose weights are kept in float32 while it computes in `dtype`, as a network stored in `dtype` would."""
+
+    def __init__(self, module: torch.nn.Module, dtype: torch.dtype):
+        self.module, self.dtype = module, dtype
+        self.parameters = module.parameters
+
+    def __call__(self, *arguments, **named):
+        device = next(self.module.parameters()).device.type
+        with torch.autocast(device, dtype=self.dtype, enabled=self.dtype != torch.float32):
+            return self.module(*arguments, **named)
+
+
+@torch.no_grad()
+def save_sample(family: ModuleType, parts: dict, latents: torch.Tensor, path: Path, settings: dict) -> None:
+    weights = next(parts["vae"].parameters())
+    pixels = family.decode(parts, latents.to(weights.device, weights.dtype))
+    save_png(to_picture(pixels[0]), path, settings)
+
+
+@contextlib.contextmanager
+def drawing(*modules: torch.nn.Module) -> Iterator[None]:
+    """Modules in eval mode, random state as it was before: drawing leaves no trace in the run."""
+    training = [module.training for module in modules]
+    state = torch.get_rng_state()
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        for module, mode in zip(modules, training, strict=True):
+            module.train(mode)
