@@ -294,9 +294,11 @@ class Engine:
         elif event.id in self._asked:
             self._asked[event.id].append(event)
         elif self._snapshot.job is not None and event.id == self._snapshot.job.id:
-            self._take_of_job(self._snapshot.job, event)
+            if not (worker.wanted_end == "stop" and event.event in ("cancelled", "trouble")):  # it will be asked again
+                self._take_of_job(self._snapshot.job, event)
         elif event.event == "trouble":
-            self._set(trouble=trouble_from_values(event.values))
+            worker.trouble = trouble_from_values(event.values)
+            self._set(trouble=worker.trouble)
 
     def _take_of_job(self, job: Job, event: Event) -> None:
         values = event.values

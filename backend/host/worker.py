@@ -30,6 +30,7 @@ class Worker:
     decided: threading.Event = field(default_factory=threading.Event)
     ready: bool = False
     wanted_end: str = ""  # "cancel", "stop"
+    trouble: Trouble | None = None  # what it said before it was ready
 
 
 def log_of(places: Places) -> Path:
@@ -97,7 +98,7 @@ def death(worker: Worker, code: int, places: Places, *, working: bool) -> Troubl
     """What to say of a worker that ended by itself with exit status `code` (negative: minus the signal)."""
     how, detail = cause(code), log_tail(log_of(places), lines=40)
     if not worker.ready:
-        return Trouble(
+        return worker.trouble or Trouble(
             "worker_died",
             f"The engine could not start: its process {how}.",
             hint="Its last words are in the details.",
