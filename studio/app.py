@@ -1,0 +1,216 @@
+"""Puts the tabs together: one page, one timer, one engine. `python -m studio.app` starts it; `launch.py` does that for people."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+# Before Gradio is imported: it reads these once.
+os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+import gradio as gr
+from starlette.middleware import Middleware
+
+from backend.families import FAMILIES
+from backend.host import card, runs
+from backend.host.ending import Ending, end_all
+from backend.host.engine import Engine
+from backend.schema.messages import Trouble
+from backend.schema.places import places
+from studio import engine_view, generate, lora_rows, models, preferences, session, shelf, theme, train, train_events
+from studio.shield import Shield
+from studio.studio import Studio, live
+
+TICK_SECONDS = 0.7
+QUIET = {"show_progress": "hidden", "queue": False}
+TABS = ("generate", "models", "train", "preferences")
+
+
+def build(studio: Studio) -> gr.Blocks:
+    """The whole page. Nothing runs yet."""
+    with gr.Blocks(title="Loft", analytics_enabled=False, fill_width=True) as page:
+        ui = session.browser_choices()
+        shown = gr.State({})
+        timer = gr.Timer(TICK_SECONDS)
+        strip = live(name="strip")
+        with gr.Tabs(elem_id="tabs") as tabs:
+            with gr.Tab("Generate", id="generate"):
+                generate_tab = generate.build(studio)
+            with gr.Tab("LoRAs and models", id="models"):
+                models_tab = models.build(studio)
+            with gr.Tab("Train", id="train"):
+                train_tab = train.build(studio)
+            with gr.Tab("Preferences", id="preferences"):
+                preferences_tab = preferences.build(studio)
+        outputs = [strip, *generate_tab.live_outputs, *models_tab.live_outputs, *train_tab.live_outputs, shown]
+
+        def tick(choice: dict, seen: dict):
+            return _draw(studio, (generate_tab, models_tab, train_tab), _whole(choice), seen)
+
+        look = {"inputs": [ui, shown], "outputs": outputs, "show_progress": "hidden", "queue": False}
+        timer.tick(tick, trigger_mode="once", **look)
+
+        def redraw(event):
+            return event.then(tick, **look)
+
+        def use_lora(event):
+            added = event.then(add_lora, [ui, generate_tab.rows.count, *generate_tab.rows.inputs], use_outputs, **QUIET)
+            return redraw(added)
+
+        def add_lora(choice: dict, count: int, *values):
+            choices = shelf.lora_choices(shelf.loras(studio), studio)
+            uses = lora_rows.with_lora(lora_rows.pairs(values)[:count], choice["lora"])
+            return [choice | {"tab": "generate"}, gr.Tabs(selected="generate"), *lora_rows.show(uses, choices)]
+
+        use_outputs = [ui, tabs, *generate_tab.rows.outputs]
+        generate.wire(studio, generate_tab, ui, shown, redraw)
+        models.wire(studio, models_tab, ui, shown, redraw, use_lora)
+        train_events.wire(studio, train_tab, ui, redraw, use_lora)
+        preferences.wire(studio, preferences_tab)
+        _wire_tabs(studio, tabs, ui, generate_tab, redraw)
+        _wire_load(studio, page, tabs, ui, generate_tab, train_tab, preferences_tab, redraw)
+    return page
+
+
+def _whole(choice: dict | None) -> dict:
+    """A browser may remember choices of an older version."""
+    return {name: str((choice or {}).get(name, value)) for name, value in session.CHOICES.items()}
+
+
+def _draw(studio: Studio, parts: tuple, choice: dict, seen: dict) -> list:
+    """One tick: the strip, and the regions of the tab that is looked at."""
+    generate_tab, models_tab, train_tab = parts
+    snapshot = studio.engine.snapshot()
+    seen = dict(seen)
+    cards = card.probe(own_pids=[snapshot.pid] if snapshot.pid else [])
+    strip = engine_view.strip(snapshot, cards, runs.live_runs(studio.places))
+    out = [gr.skip() if seen.get("strip") == strip else strip]
+    seen["strip"] = strip
+    for name, tab, view in (
+        ("generate", generate_tab, lambda known: generate.view(studio, generate_tab, choice, known, snapshot)),
+        ("models", models_tab, lambda known: models.view(studio, models_tab, choice, known)),
+        ("train", train_tab, lambda known: train.view(studio, train_tab, choice, known)),
+    ):
+        if choice["tab"] == name:
+            values, seen[name] = view(seen.get(name, {}))
+            out += values
+        else:
+            out += [gr.skip()] * len(tab.live_outputs)
+    return [*out, seen]
+
+
+def _wire_tabs(studio: Studio, tabs: gr.Tabs, ui: gr.BrowserState, generate_tab, redraw: Callable) -> None:
+    def select(event: gr.SelectData, choice: dict):
+        name = TABS[event.index] if isinstance(event.index, int) and event.index < len(TABS) else "generate"
+        choices = shelf.lora_choices(shelf.loras(studio), studio) if name == "generate" else None
+        rows = [gr.skip() if choices is None else gr.update(choices=choices)] * len(generate_tab.rows.files)
+        return [_whole(choice) | {"tab": name}, *rows]
+
+    redraw(tabs.select(select, ui, [ui, *generate_tab.rows.files], show_progress="hidden", queue=False))
+
+
+def _wire_load(studio, page, tabs, ui, generate_tab, train_tab, preferences_tab, redraw) -> None:
+    def load(choice: dict):
+        choice = _whole(choice)
+        request, loras = generate.remembered(studio)
+        found = shelf.models(studio)
+        model = gr.update(choices=shelf.model_choices(found, studio), value=request.model)
+        filled = generate.fill(generate_tab, request, loras, shelf.lora_choices(shelf.loras(studio), studio))
+        filled[list(generate_tab.form.controls).index("model")] = model
+        return [
+            choice, gr.Tabs(selected=choice["tab"]), *filled, *train.fill_remembered(studio, train_tab),
+            *preferences.fill(studio, preferences_tab),
+        ]  # fmt: skip
+
+    outputs = [ui, tabs, *generate_tab.form_outputs, *train_tab.form_outputs, *preferences_tab.outputs]
+    event = page.load(load, ui, outputs, show_progress="hidden")
+    redraw(event)
+    theme_wish = preferences_tab.form.controls["theme"]
+    event.then(None, theme_wish, None, js=theme.APPLY_THEME)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m studio.app", description="The studio's page, without installation.")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on [default: this machine only]")
+    parser.add_argument("--port", type=int, default=7860)
+    parser.add_argument("--auth", default="", help="USER:PASSWORD, or a file with such a line; needed for other hosts")
+    parser.add_argument("--root-path", default="", help="path under which a proxy serves the page, such as /loft")
+    parser.add_argument("--data", default="", help="folder for models, LoRAs, runs and pictures")
+    parser.add_argument("--fake", action="store_true", help="an engine that paints gradients, to try the page")
+    return parser.parse_args(argv)
+
+
+def credentials(text: str) -> tuple[str, str] | None:
+    """(user, password) from `USER:PASSWORD` or from a file that holds it. Raises Trouble for anything else."""
+    if not text:
+        return None
+    if Path(text).is_file():
+        text = Path(text).read_text(encoding="utf-8").strip()
+    user, colon, password = text.partition(":")
+    if not (user and colon and password):
+        raise Trouble("bad_value", "--auth is not USER:PASSWORD, nor a file that holds such a line.")
+    return user, password
+
+
+def is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves the page until it is interrupted or asked to end; then ends what it started. Returns the exit code."""
+    ending = Ending()
+    args = parse(sys.argv[1:] if argv is None else argv)
+    if args.data:
+        os.environ["LOFT_DATA"] = str(Path(args.data).resolve())
+    try:
+        login = credentials(args.auth)
+        if login is None and not is_loopback(args.host):
+            hint = "Give --auth USER:PASSWORD, or leave --host at 127.0.0.1."
+            raise Trouble("no_password", f"{args.host} can be reached by others, so the page needs a password.", hint=hint)
+        here = places()
+        engine = Engine(here, fake=args.fake)
+    except Trouble as trouble:
+        print(trouble, file=sys.stderr)
+        return 2
+    try:
+        serve(Studio(here, engine, FAMILIES, args.root_path), args.host, args.port, login)
+        ending.wait()
+    except OSError as error:
+        print(f"The page cannot be served on port {args.port}: {error}", file=sys.stderr)
+        return 1
+    finally:
+        end_all(engine, here, ending)
+    return 0
+
+
+def serve(studio: Studio, host: str, port: int, login: tuple[str, str] | None) -> gr.Blocks:
+    """Starts the server in its own thread and returns."""
+    os.environ.setdefault("GRADIO_TEMP_DIR", str(studio.places.cache / "uploads"))
+    page = build(studio)
+    page.launch(
+        server_name=host,
+        server_port=port,
+        auth=login,
+        root_path=studio.root_path or None,
+        allowed_paths=[str(folder) for folder in studio.served],
+        theme=theme.theme(),
+        css_paths=[theme.STYLESHEET],
+        head=theme.HEAD,
+        footer_links=[],
+        run_history=False,
+        share=False,
+        ssr_mode=False,
+        quiet=True,
+        prevent_thread_lock=True,
+        app_kwargs={"middleware": [Middleware(Shield)], "docs_url": None, "redoc_url": None},
+    )
+    print(f"Loft is at {page.local_url}", flush=True)
+    return page
+
+
+if __name__ == "__main__":
+    sys.exit(main())

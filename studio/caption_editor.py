@@ -1,0 +1,75 @@
+"""The pictures of a dataset with their captions in text fields."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+
+from PIL import Image
+
+from backend.schema.messages import Trouble
+from studio.captions import metadata_file, pictures_in, read_caption, table_captions
+from studio.words import count_words, notice, safe
+
+PAGE = 24
+THUMB_PIXELS = 112
+GREY = (
+    "data:image/svg+xml;utf8,<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 1 1'>"
+    "<rect width='1' height='1' fill='gray'/></svg>"
+)
+
+
+def editor(folder: Path, *, page: int) -> str:
+    """One page of the dataset in `folder`. Thumbnails are inline, for the folder itself is not served."""
+    try:
+        found = pictures_in(folder)
+    except Trouble as trouble:
+        return notice(str(trouble), kind="bad")
+    pages = -(-len(found) // PAGE)
+    page = min(max(page, 0), pages - 1)
+    table = metadata_file(folder)
+    captions = table_captions(table) if table else None
+    tiles = "".join(_tile(path, folder, captions) for path in found[page * PAGE : (page + 1) * PAGE])
+    words = count_words(len(found), "picture") + (f", captions from {table.name}" if table else "")
+    save = "" if table else '<button type="button" class="quiet" data-do="save" data-collect>Save captions</button>'
+    return (
+        f'<div class="editor-head"><b>{safe(words)}</b>{_turn(page, pages)}{save}</div><div class="captions">{tiles}</div>'
+    )
+
+
+def _turn(page: int, pages: int) -> str:
+    if pages == 1:
+        return ""
+
+    def button(words: str, to: int) -> str:
+        off = "" if 0 <= to < pages else " disabled"
+        return f'<button type="button" class="quiet" data-do="page" data-what="{to}"{off}>{words}</button>'
+
+    return f'<span class="turn">{button("Earlier", page - 1)} {page + 1} of {pages} {button("Later", page + 1)}</span>'
+
+
+def _tile(path: Path, folder: Path, captions: dict[str, str] | None) -> str:
+    if captions is None:
+        text, field = read_caption(path.with_suffix(".txt")), f'data-field="{safe(path)}"'
+    else:
+        text, field = captions.get(path.relative_to(folder).as_posix(), captions.get(path.name, "")), "readonly"
+    return (
+        f'<label class="captioned"><img src="{thumb_data(path)}" alt="" title="{safe(path.name)}">'
+        f'<textarea rows="3" {field} placeholder="No caption" aria-label="Caption of {safe(path.name)}">{safe(text)}</textarea>'
+        "</label>"
+    )
+
+
+def thumb_data(path: Path) -> str:
+    """A small picture as a data address; a grey square where the file is no picture."""
+    try:
+        with Image.open(path) as picture:
+            picture.draft("RGB", (THUMB_PIXELS * 2, THUMB_PIXELS * 2))
+            small = picture.convert("RGB")
+        small.thumbnail((THUMB_PIXELS, THUMB_PIXELS))
+        buffer = io.BytesIO()
+        small.save(buffer, "WEBP", quality=80)
+        return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
+    except (OSError, ValueError, SyntaxError):
+        return GREY

@@ -1,0 +1,160 @@
+"""A dataset as the Train tab shows it: pictures with their captions, edited without loss of what was there."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+import time
+from pathlib import Path
+
+from backend.host.files import write_text
+from backend.schema.messages import Trouble
+from backend.schema.places import ASSETS, Places
+from backend.training.captions import decode_text
+from studio.words import count_words
+
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif")
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.json")
+EARLIER = "captions-before"
+HINTS = ("name", "trigger_word", "sample_prompts")
+
+
+def shipped() -> list[Path]:
+    return _folders(ASSETS / "datasets")
+
+
+def own(places: Places) -> list[Path]:
+    return _folders(places.datasets)
+
+
+def _folders(parent: Path) -> list[Path]:
+    try:
+        return sorted(f for f in parent.iterdir() if f.is_dir() and not f.name.startswith("."))
+    except OSError:
+        return []
+
+
+def choices(places: Places) -> list[tuple[str, str]]:
+    """(label, folder) of the shipped sets and the user's own."""
+    return [(f"{f.name} (comes with Loft)", str(f)) for f in shipped()] + [(f.name, str(f)) for f in own(places)]
+
+
+def pictures_in(folder: Path) -> list[Path]:
+    """The pictures under `folder`, as the trainer finds them. Raises Trouble where there is no folder or no picture."""
+    if not str(folder).strip() or not folder.is_dir():
+        raise Trouble("missing_file", f"The dataset folder {folder} does not exist.", hint="Check the path.")
+    found = sorted(
+        path
+        for path in folder.rglob("*")
+        if path.suffix.lower() in PICTURES and not path.name.endswith(".mask.png") and not _hidden(path, folder)
+    )
+    if not found:
+        kinds = ", ".join(PICTURES[:4])
+        raise Trouble("empty_dataset", f"There are no pictures in {folder}.", hint=f"Put {kinds} files there.")
+    return found
+
+
+def _hidden(path: Path, folder: Path) -> bool:
+    return any(part.startswith(".") or part == EARLIER for part in path.relative_to(folder).parts)
+
+
+def metadata_file(folder: Path) -> Path | None:
+    """The metadata file that lies in a dataset's folder, if one does: its captions are then the ones that count."""
+    return next((folder / name for name in METADATA if (folder / name).is_file()), None)
+
+
+def table_captions(table: Path) -> dict[str, str]:
+    """Captions by the picture's path as the metadata file writes it. Lines that are not as they should be are left out."""
+    text = decode_text(table.read_bytes())[0].lstrip("\ufeff")
+    if table.suffix == ".csv":
+        rows = list(csv.DictReader(io.StringIO(text)))
+    elif table.suffix == ".jsonl":
+        rows = [_json_or_none(line) for line in text.splitlines()]
+    else:
+        rows = _json_or_none(text)
+    rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    found = {}
+    for row in rows:
+        prompt = row.get("prompt") or ""
+        found[str(row.get("image") or row.get("file_name") or "")] = " | ".join(prompt) if isinstance(prompt, list) else str(prompt)
+    return found
+
+
+def _json_or_none(text: str):
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def hints(folder: Path) -> dict:
+    """Settings that a set suggests in a file `loft.json` beside its pictures: trigger word, sample prompts, a name."""
+    try:
+        found = json.loads((folder / "loft.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {name: value for name, value in found.items() if name in HINTS} if isinstance(found, dict) else {}
+
+
+def read_caption(path: Path) -> str:
+    """The caption in a text file of any encoding; empty where there is none."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return ""
+    return decode_text(data)[0].lstrip("\ufeff").strip()
+
+
+def save(folder: Path, edits: dict[str, str], places: Places) -> tuple[Path, str]:
+    """Writes edited captions (by picture path) as .txt files. Returns the dataset's folder and a sentence.
+
+    A set that comes with Loft is copied to the user's datasets first. Texts that were there move to a dated folder beside.
+    """
+    known = {str(path): path for path in pictures_in(folder)}
+    wanted = {known[name]: text.strip() for name, text in edits.items() if name in known}
+    wanted = {path: text for path, text in wanted.items() if read_caption(path.with_suffix(".txt")) != text}
+    if not wanted:
+        return folder, "No caption was changed."
+    target = folder
+    if folder.resolve().is_relative_to(ASSETS.resolve()):
+        target = _free_name(places.datasets, folder.name)
+        shutil.copytree(folder, target)
+    before = target / EARLIER / time.strftime("%Y-%m-%d_%H-%M-%S")
+    kept = 0
+    for path, text in wanted.items():
+        beside = (target / path.relative_to(folder)).with_suffix(".txt")
+        if beside.is_file():
+            earlier = before / beside.relative_to(target)
+            earlier.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(beside, earlier)
+            kept += 1
+        write_text(beside, text + "\n")
+    words = f"{count_words(len(wanted), 'caption')} saved"
+    words += f" in your own copy, {target}" if target != folder else ""
+    return target, words + (f". What they said before is in {before}." if kept else ".")
+
+
+def _free_name(parent: Path, name: str) -> Path:
+    number, target = 1, parent / name
+    while target.exists():
+        number += 1
+        target = parent / f"{name}-{number}"
+    parent.mkdir(parents=True, exist_ok=True)
+    return target
+
+
+def take_upload(files: list[str], name: str, places: Places) -> tuple[Path, str]:
+    """Copies uploaded pictures and captions into a new dataset folder. Returns it and a sentence."""
+    wanted = [Path(f) for f in files if Path(f).suffix.lower() in (*PICTURES, ".txt", ".csv", ".json", ".jsonl")]
+    num_pictures = sum(path.suffix.lower() in PICTURES for path in wanted)
+    if not num_pictures:
+        raise Trouble("empty_dataset", "There is no picture among the files.", hint=f"Choose {', '.join(PICTURES[:4])} files.")
+    clean = "".join(c if c.isalnum() or c in "-_ " else "-" for c in name).strip() or time.strftime("set-%Y-%m-%d")
+    target = _free_name(places.datasets, clean)
+    target.mkdir(parents=True)
+    for path in wanted:
+        shutil.copy2(path, target / path.name)
+    num_texts = sum((target / path.name).with_suffix(".txt").is_file() for path in wanted if path.suffix.lower() in PICTURES)
+    return target, f"{count_words(num_pictures, 'picture')}, {num_texts} with a caption, are now in {target}."

@@ -1,0 +1,111 @@
+"""Small pictures in SVG and HTML: bars, a curve, a meter. Colours come from the stylesheet, so both themes fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from studio.words import safe
+
+CURVE_WIDTH, CURVE_HEIGHT = 640, 170
+MOST_POINTS = 320
+
+
+def meter(label: str, used: float, total: float, words: str) -> str:
+    """A labelled bar that is `used / total` full."""
+    share = 0.0 if total <= 0 else min(max(used / total, 0.0), 1.0)
+    level = "high" if share > 0.92 else "mid" if share > 0.75 else ""
+    return (
+        f'<span class="meter" title="{safe(label)}: {safe(words)}"><span class="meter-name">{safe(label)}</span>'
+        f'<span class="meter-bar"><i class="{level}" style="width:{share * 100:.0f}%"></i></span>'
+        f'<span class="meter-words">{safe(words)}</span></span>'
+    )
+
+
+def progress(done: float, total: float) -> str:
+    """A bar for work in progress; a moving one where the end is not known."""
+    if total <= 0:
+        return '<div class="progress unsure"><i></i></div>'
+    share = min(max(done / total, 0.0), 1.0) * 100
+    return (
+        f'<div class="progress" role="progressbar" aria-valuemin="0" aria-valuemax="100" aria-valuenow="{share:.0f}">'
+        f'<i style="width:{share:.1f}%"></i></div>'
+    )
+
+
+def thin(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
+    """At most `most` points: the means of equal runs of neighbours."""
+    if len(points) <= most:
+        return list(points)
+    out = []
+    for i in range(most):
+        run = points[i * len(points) // most : (i + 1) * len(points) // most]
+        out.append((sum(x for x, _ in run) / len(run), sum(y for _, y in run) / len(run)))
+    return out
+
+
+def smooth(points: Sequence[tuple[float, float]], *, span: int) -> list[tuple[float, float]]:
+    """An exponential mean over about `span` points, without the pull of its first value."""
+    keep = 1 - 1 / max(span, 1)
+    total = weight = 0.0
+    out = []
+    for x, y in points:
+        total = total * keep + y
+        weight = weight * keep + 1
+        out.append((x, total / weight))
+    return out
+
+
+def curve(points: Sequence[tuple[float, float]], *, x_name: str, y_name: str, x_end: float = 0) -> str:
+    """Measured values as a faint line and their running mean as a strong one, over an axis that ends at `x_end`."""
+    points = [(x, y) for x, y in points if y == y and abs(y) < 1e9]
+    if len(points) < 2:
+        return f'<div class="empty small">The {safe(y_name)} curve starts with the second step.</div>'
+    mean = smooth(points, span=max(len(points) // 12, 5))
+    ordered = sorted(y for _, y in points)
+    low = ordered[0]
+    high = max(ordered[min(int(len(ordered) * 0.98), len(ordered) - 1)], low + 1e-9)
+    low, high = low - (high - low) * 0.08, high + (high - low) * 0.08
+    end = max(x_end, points[-1][0], 1)
+    left, right, top, bottom = 52, CURVE_WIDTH - 10, 10, CURVE_HEIGHT - 24
+
+    def place(run: Sequence[tuple[float, float]]) -> str:
+        return " ".join(
+            f"{left + (right - left) * x / end:.1f},{bottom - (bottom - top) * min(max((y - low) / (high - low), 0), 1):.1f}"
+            for x, y in thin(run)
+        )
+
+    marks = "".join(
+        f'<line class="grid" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>'
+        for value, y in ((low + (high - low) * part, bottom - (bottom - top) * part) for part in (0, 0.5, 1))
+    )
+    last = f"{y_name} {mean[-1][1]:.4g} (running mean) at {x_name} {points[-1][0]:.0f}"
+    return (
+        f'<svg class="curve" viewBox="0 0 {CURVE_WIDTH} {CURVE_HEIGHT}" role="img" aria-label="{safe(last)}">{marks}'
+        f'<text x="{left}" y="{CURVE_HEIGHT - 6}">0</text>'
+        f'<text x="{right}" y="{CURVE_HEIGHT - 6}" text-anchor="end">{end:.0f} {safe(x_name)}s</text>'
+        f'<polyline class="raw" points="{place(points)}"/><polyline class="mean" points="{place(mean)}"/></svg>'
+        f'<p class="caption">{safe(last)}</p>'
+    )
+
+
+def bars(values: Sequence[tuple[str, float]], *, title: str) -> str:
+    """One small bar per name, all to one scale."""
+    most = max((value for _, value in values), default=0.0)
+    if most <= 0:
+        return ""
+    width = max(6, min(24, 560 // len(values)))
+    columns = "".join(
+        f'<i style="height:{max(value / most, 0.01) * 100:.0f}%;width:{width}px" title="{safe(name)}: {value:.3g}"></i>'
+        for name, value in values
+    )
+    return (
+        f'<figure class="bars"><figcaption>{safe(title)}</figcaption><div class="bars-row">{columns}</div>'
+        f'<div class="bars-ends"><span>{safe(values[0][0])}</span><span>{safe(values[-1][0])}</span></div></figure>'
+    )
+
+
+def facts(rows: Sequence[tuple[str, str]]) -> str:
+    """Names and values in two columns; rows without a value are left out. Values are plain text."""
+    body = "".join(f"<dt>{safe(name)}</dt><dd>{safe(value)}</dd>" for name, value in rows if value)
+    return f'<dl class="facts">{body}</dl>' if body else ""

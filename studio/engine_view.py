@@ -1,0 +1,109 @@
+"""What the engine does, in words and bars: the strip at the top and the panel beside the picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from backend.host.engine import EngineSnapshot, Job
+from backend.host.run import Run
+from backend.schema.vram import Card
+from studio.draw import meter, progress
+from studio.run_view import title_of
+from studio.words import count_words, safe, size_words, time_words, trouble_notice
+
+MOST_WAITING = 6
+PART_WORDS = {"dit": "the image network", "text_encoder": "the text encoder", "vae": "the picture decoder"}
+
+
+def busy(snapshot: EngineSnapshot) -> bool:
+    return snapshot.job is not None
+
+
+def activity(snapshot: EngineSnapshot, live_runs: Sequence[Run]) -> tuple[str, str]:
+    """(look, words) of what has the card now; look is "busy", "bad" or ""."""
+    if live_runs:
+        run = live_runs[0]
+        steps = f", step {run.step} of {run.total_steps}" if run.total_steps else ""
+        return "busy", f"Training {title_of(run)}{steps}"
+    job = snapshot.job
+    if job is not None:
+        return "busy", _job_words(job)
+    if snapshot.trouble is not None:
+        return "bad", "Engine: the last request failed"
+    if snapshot.state == "starting":
+        return "busy", "Engine starting"
+    return "", "Engine ready" if snapshot.state == "idle" else "Engine asleep, starts when needed"
+
+
+def _job_words(job: Job) -> str:
+    if job.phase == "starting":
+        return "Starting the engine"
+    if job.phase == "loading":
+        return f"Loading {PART_WORDS.get(job.part, job.part)}" if job.part else "Loading the model"
+    if job.phase == "cancelling":
+        return "Cancelling"
+    return f"Generating, step {job.step} of {job.steps}"
+
+
+def strip(snapshot: EngineSnapshot, cards: Sequence[Card], live_runs: Sequence[Run]) -> str:
+    """The line at the top: device, memory of card and RAM, what is going on."""
+    look, words = activity(snapshot, live_runs)
+    meters = []
+    name = snapshot.device_name or (cards[0].name if cards else "")
+    for card in cards:
+        if card.device != "cpu":
+            used = card.total_bytes - card.free_bytes
+            say = f"{size_words(used)} used, {size_words(card.free_bytes)} free"
+            meters.append(meter("Card" if len(cards) == 1 else card.device, used, card.total_bytes, say))
+    if cards:
+        total = cards[0].ram_total_bytes or cards[0].total_bytes
+        free = cards[0].ram_free_bytes or cards[0].free_bytes
+        meters.append(meter("RAM", total - free, total, f"{size_words(total - free)} used, {size_words(free)} free"))
+    return (
+        f'<div class="strip"><span class="brand">Loft</span><span class="device" title="Device">{safe(name)}</span>'
+        f'{"".join(meters)}<span class="now {look}"><i></i>{safe(words)}</span></div>'
+    )
+
+
+def progress_panel(snapshot: EngineSnapshot) -> str:
+    """The request at work, those that wait, and how the last one went wrong if it did."""
+    return _trouble(snapshot) + _work(snapshot) + _waiting(snapshot)
+
+
+def _trouble(snapshot: EngineSnapshot) -> str:
+    if snapshot.trouble is None:
+        return ""
+    close = '<button type="button" class="quiet" data-do="dismiss">Dismiss</button>'
+    return f'<div class="with-button">{trouble_notice(snapshot.trouble)}{close}</div>'
+
+
+def _work(snapshot: EngineSnapshot) -> str:
+    job = snapshot.job
+    if job is None:
+        return ""
+    done, total = (job.done_bytes, job.total_bytes) if job.phase == "loading" else (job.step, job.steps)
+    many = f"picture {job.picture + 1} of {job.request.count}" if job.request.count > 1 else ""
+    left = f"{time_words(job.seconds_left)} left" if job.seconds_left is not None and job.phase == "generating" else ""
+    size = f"{size_words(done)} of {size_words(total)}" if job.phase == "loading" and total else ""
+    words = ", ".join(word for word in (_job_words(job), many, size, left) if word)
+    bar = progress(done, total if job.phase in ("loading", "generating") else 0)
+    return f'<div class="work"><p class="sentence">{safe(words)}</p>{bar}</div>'
+
+
+def _waiting(snapshot: EngineSnapshot) -> str:
+    if not snapshot.queue:
+        return ""
+    held = any(item.held for item in snapshot.queue)
+    lines = "".join(
+        f'<li><span>{safe(item.request.prompt[:80] or "(no prompt)")}</span>'
+        f'<button type="button" class="quiet" data-do="drop" data-what="{safe(item.id)}">Remove</button></li>'
+        for item in snapshot.queue[:MOST_WAITING]
+    )
+    if len(snapshot.queue) > MOST_WAITING:
+        lines += f"<li><span>and {len(snapshot.queue) - MOST_WAITING} more</span></li>"
+    head = f"{count_words(len(snapshot.queue), 'request')} waiting"
+    if held:
+        head += " since the studio was last open"
+    go = '<button type="button" class="quiet" data-do="release">Go on with them</button>' if held else ""
+    why = f"<p class='caption'>{safe(snapshot.waits_for)}</p>" if snapshot.waits_for else ""
+    return f'<div class="queue"><p class="sentence">{head} {go}</p>{why}<ul>{lines}</ul></div>'

@@ -1,0 +1,123 @@
+"""The right half of Generate, as pure functions: the picture shown, its receipt, and the pictures made before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from backend.schema.messages import Trouble
+from studio.draw import facts
+from studio.pictures import Settings, newest, read_settings, thumbnail
+from studio.studio import Studio
+from studio.words import count_words, notice, safe, size_words, time_words
+
+PAGE_PICTURES = 48
+
+
+def chosen_picture(studio: Studio, wish: str) -> Path | None:
+    """The picture that `wish` names if it is still there, else the newest one."""
+    if wish and Path(wish).is_file():
+        return Path(wish)
+    found = newest(studio.places.outputs, most=1)
+    return found[0] if found else None
+
+
+def stage(studio: Studio, picture: Path | None) -> str:
+    """The picture at its own size where there is room, or what to do when there is none yet."""
+    if picture is None:
+        return (
+            '<div class="stage empty"><p><b>No pictures yet</b></p>'
+            "<p>Write what the picture shows and press Generate. The starter model answers in a second or two.</p></div>"
+        )
+    return (
+        f'<div class="stage"><a href="{studio.address(picture)}" target="_blank" title="Open at full size">'
+        f'<img src="{studio.address(picture)}" alt="{safe(_alt(picture))}"></a></div>'
+    )
+
+
+def preview_stage(studio: Studio, path: Path | None) -> str:
+    """What can be seen of the picture in the making."""
+    try:
+        version = path.stat().st_mtime_ns if path else 0
+    except OSError:
+        version = 0
+    if not version:
+        return '<div class="stage waiting"><span class="shimmer"></span></div>'
+    return f'<div class="stage making"><img src="{studio.address(path, version=version)}" alt="Preview"></div>'
+
+
+def _alt(picture: Path) -> str:
+    try:
+        return str(read_settings(picture).request.get("prompt") or picture.name)
+    except Trouble:
+        return picture.name
+
+
+def thumbs(studio: Studio, *, shown: Path | None, most: int) -> str:
+    """The newest pictures as buttons, newest first."""
+    found = newest(studio.places.outputs, most=most + 1)
+    if len(found) < 2:
+        return ""
+    cache = studio.places.cache
+    tiles = "".join(
+        f'<button type="button" class="thumb{" on" if path == shown else ""}" data-do="show" data-what="{safe(path)}"'
+        f' aria-label="{safe(path.stem)}"><img loading="lazy" src="{studio.address(thumbnail(path, cache))}" alt=""></button>'
+        for path in found[:most]
+    )
+    more = '<button type="button" class="quiet" data-do="more">Show more</button>' if len(found) > most else ""
+    return f'<h3 class="section">Pictures made here</h3><div class="thumbs">{tiles}</div>{more}'
+
+
+def receipt(studio: Studio, picture: Path | None) -> str:
+    """How the picture came about: settings, LoRAs with what they did, time and memory."""
+    if picture is None:
+        return ""
+    try:
+        settings = read_settings(picture)
+    except Trouble as trouble:
+        return f'<div class="receipt">{notice(str(trouble))}</div>'
+    request = settings.request
+    rows = [
+        ("Prompt", str(request.get("prompt", ""))),
+        ("Negative", str(request.get("negative_prompt", ""))),
+        ("Model", str(request.get("model", ""))),
+        ("Size", f"{request.get('width', '?')} × {request.get('height', '?')}"),
+        ("Steps, guidance", f"{request.get('num_inference_steps', '?')}, {request.get('guidance', '?')}"),
+        ("Seed", "" if settings.seed is None else str(settings.seed)),
+        ("From a picture", _start_words(request)),
+        ("Took", time_words(settings.seconds) if settings.seconds >= 1 else f"{settings.seconds:.1f} s"),
+        ("Memory", _memory_words(settings)),
+    ]
+    uses = "".join(_lora_line(use) for use in settings.loras)
+    notes = "".join(f"<p class='caption'>{safe(note)}</p>" for note in settings.notes)
+    link = f'<a class="file" href="{studio.address(picture)}" download="{safe(picture.name)}">{safe(picture.name)}</a>'
+    return f'<div class="receipt">{facts(rows)}{uses}{notes}<p class="caption">{link}</p></div>'
+
+
+def _start_words(request: dict) -> str:
+    if not request.get("input_image"):
+        return ""
+    return f"{Path(request['input_image']).name}, strength {request.get('denoising_strength')}"
+
+
+def _memory_words(settings: Settings) -> str:
+    if not settings.measured_peak_bytes:
+        return ""
+    measured = f"measured {size_words(settings.measured_peak_bytes)}"
+    if settings.predicted_peak_bytes:
+        return f"predicted {size_words(settings.predicted_peak_bytes)}, {measured}"
+    return measured
+
+
+def _lora_line(use: dict) -> str:
+    """One LoRA's receipt: name, strength, layers, mode; what it could not apply folds out, each with its reason."""
+    applied, found = int(use.get("layers_applied") or 0), int(use.get("layers_found") or 0)
+    unused = dict(use.get("unused") or {})
+    words = f"strength {float(use.get('strength') or 0):g}, {applied} of {count_words(found, 'layer')}, {use.get('mode', '')}"
+    if use.get("hash"):
+        words += f", {str(use['hash'])[:10]}"
+    fold = ""
+    if unused:
+        lines = "".join(f"<li>{safe(name)}: {safe(why)}</li>" for name, why in list(unused.items())[:40])
+        fold = f"<details><summary>{count_words(len(unused), 'key')} not applied</summary><ul>{lines}</ul></details>"
+    notes = "".join(f"<p class='caption'>{safe(note)}</p>" for note in use.get("notes") or ())
+    return f'<div class="use"><b>{safe(use.get("name", "LoRA"))}</b> <span>{safe(words)}</span>{fold}{notes}</div>'

@@ -1,0 +1,320 @@
+"""The Generate tab: the request's form on the left, the picture, its receipt and earlier pictures on the right."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import gradio as gr
+
+from backend.host.engine import EngineSnapshot
+from backend.schema.knobs import knobs_of, to_values
+from backend.schema.messages import Trouble
+from backend.schema.request import GenerationRequest, LoraUse, request_to_values
+from studio import form, gallery, lora_rows, shelf
+from studio.engine_view import busy, progress_panel
+from studio.form import Form
+from studio.lora_rows import LoraRows
+from studio.pictures import is_inside, keep_input, read_settings, stamp, to_trash
+from studio.restore import restore
+from studio.session import config_from, read_values, request_file, write_values
+from studio.studio import Studio, live
+from studio.words import notice, trouble_notice
+
+QUIET = {"show_progress": "hidden", "queue": False}
+FIELDS = ("model", "prompt", "negative_prompt", "width", "height", "num_inference_steps", "guidance", "seed", "count")
+GUESS_SEEDS = 2**32
+
+
+@dataclass(frozen=True)
+class Generate:
+    """The tab's components that others touch."""
+
+    form: Form
+    fresh: gr.Checkbox
+    start_picture: gr.Image
+    rows: LoraRows
+    go: gr.Button
+    cancel: gr.Button
+    said: gr.HTML
+    progress: gr.HTML
+    stage: gr.HTML
+    receipt: gr.HTML
+    thumbs: gr.HTML
+    actions: tuple[gr.Button, ...]
+    drop: gr.File
+    plan: gr.HTML
+
+    @property
+    def inputs(self) -> list:
+        """Everything that makes a request, in the order `read_inputs` takes."""
+        return [*self.form.components, self.fresh, self.start_picture, *self.rows.inputs]
+
+    @property
+    def form_outputs(self) -> list:
+        """What `fill` has values for."""
+        return [*self.form.components, self.fresh, self.start_picture, *self.rows.outputs]
+
+    @property
+    def live_outputs(self) -> list:
+        return [self.progress, self.stage, self.receipt, self.thumbs, self.go, self.cancel, *self.actions]
+
+
+def build(studio: Studio) -> Generate:
+    """Lays the tab out."""
+    request, loras = remembered(studio)
+    knobs = {item.name: item for item in knobs_of(GenerationRequest)}
+    values = to_values(request)
+
+    def control(name: str, **look):
+        return form.control(knobs[name], values[name], **look)
+
+    with gr.Row(elem_classes="columns"):
+        with gr.Column(scale=5, min_width=330, elem_classes="left"):
+            made = {"model": gr.Dropdown(label="Model", value=request.model, allow_custom_value=True, elem_id="set-model")}
+            made["prompt"] = control("prompt", info=None, placeholder="a red apple on a blue background", max_lines=8)
+            made["negative_prompt"] = control("negative_prompt", info=None, lines=1, max_lines=4)
+            with gr.Row(elem_classes="go-row"):
+                go = gr.Button("Generate", variant="primary", scale=3, min_width=140, elem_id="generate")
+                cancel = gr.Button("Cancel", variant="stop", scale=1, min_width=90, elem_id="cancel", interactive=False)
+            said = gr.HTML("", elem_id="said")
+            plan = live(name="plan")
+            with gr.Row(equal_height=True, elem_classes="fields"):
+                made["width"] = control("width", info=None, min_width=90)
+                made["height"] = control("height", info=None, min_width=90)
+                made["count"] = gr.Number(
+                    label="Pictures", value=request.count, precision=0, minimum=1, step=1, min_width=90, elem_id="set-count"
+                )
+            with gr.Row(equal_height=True, elem_classes="fields"):
+                made["num_inference_steps"] = control("num_inference_steps", info=None, min_width=150)
+                made["guidance"] = control("guidance", info=None, min_width=150)
+            with gr.Row(equal_height=True, elem_classes="fields seed-row"):
+                made["seed"] = control("seed", info=None, min_width=110, scale=3)
+                fresh = gr.Checkbox(
+                    label="New seed each time", value=True, container=False, min_width=160, scale=2, elem_id="fresh-seed"
+                )
+                dice = gr.Button("Roll", size="sm", min_width=56, scale=0, elem_id="seed-dice")
+                again = gr.Button("Last", size="sm", min_width=56, scale=0, elem_id="seed-last")
+            with gr.Column(elem_classes="plain-group"):
+                gr.HTML('<h3 class="section">LoRAs</h3>')
+                rows = lora_rows.build([], loras)
+            with gr.Accordion("Start from a picture", open=request.input_image is not None, elem_id="start-from"):
+                start_picture = gr.Image(
+                    value=request.input_image,
+                    type="filepath",
+                    image_mode=None,
+                    sources=["upload", "clipboard"],
+                    height=180,
+                    show_label=False,
+                    buttons=[],
+                    elem_id="start-picture",
+                )
+                made["denoising_strength"] = control("denoising_strength", label="Strength")
+            with gr.Accordion("Settings from a picture", open=False, elem_id="settings-from"):
+                drop = gr.File(
+                    label="Drop a PNG that was made here",
+                    file_types=[".png"],
+                    type="filepath",
+                    height=110,
+                    elem_id="drop-png",
+                )
+        with gr.Column(scale=7, min_width=330, elem_classes="right"):
+            progress = live(name="progress")
+            stage = live(name="stage")
+            with gr.Row(elem_classes="actions"):
+                labels = ("Use these settings", "Start from this picture", "Move to trash")
+                actions = tuple(
+                    gr.Button(label, size="sm", min_width=120, elem_id=f"picture-{i}") for i, label in enumerate(labels)
+                )
+            receipt = live(name="receipt")
+            thumbs = live(name="thumbs")
+    ordered = {name: made[name] for name in (*FIELDS, "denoising_strength")}
+    tab = Generate(
+        Form(GenerationRequest, ordered), fresh, start_picture, rows, go, cancel, said, progress, stage, receipt, thumbs,
+        actions, drop, plan,
+    )  # fmt: skip
+    _wire_seed(studio, tab, dice, again)
+    return tab
+
+
+def remembered(studio: Studio) -> tuple[GenerationRequest, tuple[LoraUse, ...]]:
+    """The last request, as `user/request.json` keeps it."""
+    values = read_values(request_file(studio.places))
+    uses = tuple(
+        LoraUse(str(use["path"]), float(use.get("strength", 1.0)))
+        for use in values.get("loras") or ()
+        if isinstance(use, dict) and "path" in use
+    )
+    request = config_from(GenerationRequest, values)
+    if request.input_image and not Path(request.input_image).is_file():
+        request = replace(request, input_image=None)
+    return request, uses
+
+
+def read_inputs(tab: Generate, values: tuple, studio: Studio) -> GenerationRequest:
+    """The request that the form shows. Raises Trouble for a value that cannot be."""
+    count = len(tab.form.controls)
+    request = form.read(tab.form, values[:count])
+    picture = values[count + 1]
+    if picture and not is_inside(Path(picture), (studio.places.user / "inputs", studio.places.outputs)):
+        picture = str(keep_input(Path(picture), studio.places))
+    return replace(request, input_image=picture or None, loras=lora_rows.read(values[count + 2 :]))
+
+
+def fill(tab: Generate, request: GenerationRequest, loras: tuple[LoraUse, ...], choices=None, *, fresh=None) -> list:
+    """Updates for `tab.form_outputs`."""
+    return [
+        *form.fill(tab.form, request),
+        gr.skip() if fresh is None else fresh,
+        request.input_image,
+        *lora_rows.show([(use.path, use.strength) for use in loras], choices),
+    ]
+
+
+def _wire_seed(studio: Studio, tab: Generate, dice: gr.Button, again: gr.Button) -> None:
+    seed = tab.form.controls["seed"]
+    dice.click(lambda: (secrets.randbelow(GUESS_SEEDS), False), None, [seed, tab.fresh], **QUIET)
+
+    def last_seed():
+        picture = gallery.chosen_picture(studio, "")
+        try:
+            found = read_settings(picture).seed if picture else None
+        except Trouble:
+            found = None
+        return (gr.skip(), gr.skip()) if found is None else (found, False)
+
+    again.click(last_seed, None, [seed, tab.fresh], **QUIET)
+
+
+def wire(studio: Studio, tab: Generate, ui: gr.BrowserState, shown: gr.State, redraw: Callable) -> None:
+    """Binds what the buttons do. `redraw(event)` has the page drawn again after an event."""
+
+    def submit(choice: dict, *values):
+        try:
+            request = read_inputs(tab, values, studio)
+            if values[len(tab.form.controls)]:
+                request = replace(request, seed=secrets.randbelow(GUESS_SEEDS))
+            if not request.prompt.strip():
+                raise Trouble("bad_value", "The prompt is empty.", hint="Write what the picture shows.")
+            studio.engine.submit(request)
+            write_values(request_file(studio.places), request_to_values(request))
+        except Trouble as trouble:
+            return gr.skip(), trouble_notice(trouble), gr.skip()
+        return request.seed, "", choice | {"picture": ""}
+
+    seed = tab.form.controls["seed"]
+    for event in (tab.go.click, tab.form.controls["prompt"].submit):
+        redraw(event(submit, [ui, *tab.inputs], [seed, tab.said, ui], **QUIET))
+    redraw(tab.cancel.click(lambda: studio.engine.cancel(), None, None, **QUIET))
+
+    def remember(*values):
+        try:
+            request = read_inputs(tab, values, studio)
+        except (Trouble, OSError):
+            return  # half-typed; the next change comes soon
+        write_values(request_file(studio.places), request_to_values(request))
+
+    changes = [part.input for part in (*tab.form.components, *tab.rows.inputs)]
+    changes += [tab.start_picture.change, tab.rows.count.change]
+    gr.on(changes, remember, tab.inputs, None, trigger_mode="always_last", **QUIET)
+
+    def fit_model(model: str, *values):
+        request = form.read_or_none(tab.form, values)
+        if request is None:
+            return [gr.skip()] * len(values)
+        return form.fill(tab.form, replace(request, **shelf.request_defaults(shelf.models(studio), model, studio)))
+
+    model = tab.form.controls["model"]
+    model.input(fit_model, [model, *tab.form.components], tab.form.components, **QUIET)
+    _wire_pictures(studio, tab, ui, shown, redraw)
+
+
+def _wire_pictures(studio: Studio, tab: Generate, ui: gr.BrowserState, shown: gr.State, redraw: Callable) -> None:
+    def act(event: gr.EventData, choice: dict, seen: dict):
+        if event.do == "more":
+            return choice, seen | {"most": seen.get("most", gallery.PAGE_PICTURES) + gallery.PAGE_PICTURES}
+        return choice | {"picture": event.what}, seen
+
+    on = [ui, shown]
+    redraw(tab.thumbs.act(act, on, on, **QUIET))
+
+    def from_path(path: Path | None):
+        if path is None:
+            return [gr.skip()] * len(tab.form_outputs) + [notice("There is no picture yet.")]
+        try:
+            settings = read_settings(path)
+        except Trouble as trouble:
+            return [gr.skip()] * len(tab.form_outputs) + [trouble_notice(trouble)]
+        models = [value for _, value in shelf.model_choices(shelf.models(studio), studio)]
+        choices = shelf.lora_choices(shelf.loras(studio), studio)
+        files = [Path(value) for _, value in choices]
+        back = restore(settings, models=models, loras=files, places=studio.places)
+        write_values(request_file(studio.places), request_to_values(replace(back.request, loras=back.loras)))
+        words = " ".join(back.missing)
+        said = notice(words, kind="warn") if words else notice(f"These are the settings of {path.name}.", kind="good")
+        return [*fill(tab, back.request, back.loras, choices, fresh=False), said]
+
+    use, start, trash = tab.actions
+    use.click(lambda choice: from_path(gallery.chosen_picture(studio, choice["picture"])), ui, [*tab.form_outputs, tab.said], **QUIET)
+    tab.drop.upload(lambda path: from_path(Path(path)), tab.drop, [*tab.form_outputs, tab.said], **QUIET)
+
+    def start_from(choice: dict):
+        picture = gallery.chosen_picture(studio, choice["picture"])
+        return str(picture) if picture else gr.skip()
+
+    start.click(start_from, ui, tab.start_picture, **QUIET)
+
+    def discard(choice: dict):
+        picture = gallery.chosen_picture(studio, choice["picture"])
+        if picture is None or not is_inside(picture, (studio.places.outputs,)):
+            return choice, notice("There is no picture to move.")
+        try:
+            return choice | {"picture": ""}, notice(f"Moved to {to_trash(picture, studio.places)}.")
+        except OSError as error:
+            return choice, notice(f"{picture.name} could not be moved: {error.strerror}.", kind="bad")
+
+    redraw(trash.click(discard, ui, [ui, tab.said], **QUIET))
+
+    def act_on_progress(event: gr.EventData):
+        if event.do == "release":
+            studio.engine.release(event.what or None)
+        elif event.do == "drop":
+            studio.engine.cancel(event.what)
+        elif event.do == "dismiss":
+            studio.engine.dismiss()
+
+    redraw(tab.progress.act(act_on_progress, None, None, **QUIET))
+
+
+def view(studio: Studio, tab: Generate, choice: dict, seen: dict, snapshot: EngineSnapshot) -> tuple[list, dict]:
+    """Updates for `tab.live_outputs`, and what was seen; skips what has not changed since."""
+    making = snapshot.job is not None and not choice["picture"]
+    preview = snapshot.job.preview if snapshot.job else ""
+    most = seen.get("most", gallery.PAGE_PICTURES)
+    now = {
+        "progress": snapshot.revision,
+        "stage": (making, preview and snapshot.revision) if making else (choice["picture"], stamp(studio.places.outputs)),
+        "thumbs": (choice["picture"], stamp(studio.places.outputs), most),
+        "busy": busy(snapshot),
+    }
+    fresh = {name for name, value in now.items() if seen.get(name) != value}
+    picture = None
+    if {"stage", "thumbs"} & fresh:
+        picture = gallery.chosen_picture(studio, choice["picture"])
+    out = [gr.skip()] * len(tab.live_outputs)
+    if "progress" in fresh:
+        out[0] = progress_panel(snapshot)
+    if "stage" in fresh:
+        out[1] = gallery.preview_stage(studio, Path(preview) if preview else None) if making else gallery.stage(studio, picture)
+        out[2] = "" if making else gallery.receipt(studio, picture)
+        for i in range(len(tab.actions)):
+            out[6 + i] = gr.update(visible=not making and picture is not None)
+    if "thumbs" in fresh:
+        out[3] = gallery.thumbs(studio, shown=picture, most=most)
+    if "busy" in fresh:
+        out[4] = gr.update(value="Generate another" if now["busy"] else "Generate")
+        out[5] = gr.update(interactive=now["busy"])
+    return out, seen | now
+

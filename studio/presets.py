@@ -1,0 +1,57 @@
+"""Presets of the training form: `assets/presets/*.json`, each only what differs from the defaults."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from backend.schema.knobs import from_values, to_values
+from backend.schema.messages import Trouble
+from backend.schema.places import ASSETS, Places
+from backend.schema.training import TrainingConfig
+
+FOLDER: Path = ASSETS / "presets"
+# What a preset never touches: it says how to train, not what and where.
+KEPT = ("dataset_base_path", "dataset_metadata_path", "name", "trigger_word", "output_path", "sample_prompts")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A named set of training settings; `about` is one sentence for people."""
+
+    name: str
+    title: str
+    about: str
+    values: dict
+
+
+def presets(places: Places | None = None) -> list[Preset]:
+    """Every preset that can be read: the shipped ones by file name, then the user's own in `user/presets`."""
+    folders = [FOLDER] + ([places.user / "presets"] if places else [])
+    found = [read_preset(path) for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.json"))]
+    return [preset for preset in found if preset is not None]
+
+
+def read_preset(path: Path) -> Preset | None:
+    """The preset in a file; `title` and `about` may stand beside the settings. None for a file that holds none."""
+    try:
+        values = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+    title = str(values.pop("title", "") or path.stem.replace("-", " ").replace("_", " ").capitalize())
+    about = str(values.pop("about", ""))
+    inner = values.pop("values", None)
+    return Preset(path.stem, title, about, inner if isinstance(inner, dict) else values)
+
+
+def apply(preset: Preset, config: TrainingConfig) -> TrainingConfig:
+    """`config` with the preset's settings over the defaults; what is trained, its name and its prompts stay.
+
+    Raises Trouble where the preset names a setting that is none.
+    """
+    kept = {name: value for name, value in to_values(config).items() if name in KEPT}
+    try:
+        return from_values(TrainingConfig, {**preset.values, **kept})
+    except Trouble as trouble:
+        raise Trouble(trouble.kind, f"The preset {preset.title!r} cannot be used. {trouble.message}", hint=trouble.hint) from None

@@ -1,0 +1,100 @@
+"""What models and LoRA files there are, as the page offers them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from backend.catalog import library
+from backend.catalog.spec import LoraSpec, ModelSpec
+from backend.host.run import list_runs
+from backend.schema.messages import Trouble
+from backend.schema.places import ASSETS
+from studio.studio import Studio
+
+STARTER = "loft/starter"
+
+
+def models(studio: Studio) -> tuple[ModelSpec | Trouble, ...]:
+    """Every model in the configured folders and among the assets; what cannot be read is its Trouble."""
+    preferences = studio.preferences()
+    folders = [ASSETS / "starter", studio.places.models, *map(Path, preferences.model_folders)]
+    return library.scan_models(folders, studio.families, studio.places.cache)
+
+
+def loras(studio: Studio) -> tuple[LoraSpec | Trouble, ...]:
+    """Every LoRA file in the configured folders, then the results of runs."""
+    preferences = studio.preferences()
+    folders = [studio.places.loras, *map(Path, preferences.lora_folders), *run_folders(studio)]
+    return library.scan_loras(folders, studio.families, studio.places.cache)
+
+
+def run_folders(studio: Studio) -> list[Path]:
+    return list(dict.fromkeys(path.parent for run in list_runs(studio.places) for path in run.saved))
+
+
+def model_id(spec: ModelSpec, studio: Studio) -> str:
+    """How a request names a model: the starter and models in the models folder by id, others by path."""
+    path = spec.path or Path()
+    if path == ASSETS / "starter":
+        return STARTER
+    if path.is_relative_to(studio.places.models) and path.is_dir():
+        return path.relative_to(studio.places.models).as_posix()
+    return str(path)
+
+
+def model_choices(found: Sequence[ModelSpec | Trouble], studio: Studio) -> list[tuple[str, str]]:
+    """(label, value) of models that can make pictures; the starter first and always there."""
+    choices = [("Starter (small, ready)", STARTER)]
+    for spec in found:
+        if isinstance(spec, ModelSpec) and not spec.missing and model_id(spec, studio) != STARTER:
+            choices.append((f"{model_id(spec, studio)} ({spec.title})", model_id(spec, studio)))
+    return choices
+
+
+def lora_title(spec: LoraSpec, studio: Studio) -> str:
+    """A file in a run's folder is called as the run."""
+    if spec.path.is_relative_to(studio.places.runs):
+        run = spec.path.parent.name.split("_", 2)[-1]
+        return f"{run}, {spec.path.stem}"
+    return spec.path.stem
+
+
+def lora_choices(found: Sequence[LoraSpec | Trouble], studio: Studio) -> list[tuple[str, str]]:
+    """(label, path), the newest first."""
+    specs = sorted((s for s in found if isinstance(s, LoraSpec)), key=lambda s: s.modified, reverse=True)
+    return [(lora_title(spec, studio), str(spec.path)) for spec in specs]
+
+
+def family_of(found: Sequence[ModelSpec | Trouble], value: str, studio: Studio) -> str:
+    """The family's name of the model that a request calls `value`, "" where it is not known."""
+    for spec in found:
+        if isinstance(spec, ModelSpec) and value in (model_id(spec, studio), str(spec.path)):
+            return spec.family
+    return ""
+
+
+def request_defaults(found: Sequence[ModelSpec | Trouble], value: str, studio: Studio) -> dict[str, object]:
+    """Size, steps and guidance that suit a model. The general defaults are the starter's own."""
+    if value == STARTER:
+        return {"width": 128, "height": 128, "num_inference_steps": 12, "guidance": 3.0}
+    family = family_of(found, value, studio)
+    for module in studio.families:
+        if module.NAME == family and hasattr(module, "DEFAULTS"):
+            return dict(module.DEFAULTS.request)
+    return {}
+
+
+def family_title(name: str, studio: Studio) -> str:
+    """A family's name for people; "unknown family" for none."""
+    return next((module.TITLE for module in studio.families if module.NAME == name), name or "unknown family")
+
+
+def fits(spec: LoraSpec, family: str, studio: Studio) -> str:
+    """Why a LoRA does not fit a model of `family`, in a sentence; "" where it does or where nothing can be said."""
+    if not family or family in (spec.family, *spec.families_possible):
+        return ""
+    mine = family_title(family, studio)
+    if not spec.family:
+        return f"It cannot be told which model this is for; the chosen model is {mine}."
+    return f"This is for {family_title(spec.family, studio)}; the chosen model is {mine}."

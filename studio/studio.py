@@ -1,0 +1,61 @@
+"""What the tabs share: places, engine, families, and how a file's address reads in the browser."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from urllib.parse import quote
+
+import gradio as gr
+
+from backend.host.engine import Engine
+from backend.schema.places import Places
+from backend.schema.preferences import Preferences
+from studio.session import read_preferences
+
+
+@dataclass(frozen=True)
+class Studio:
+    """Made once by `studio.app` and handed to every tab: there are no globals."""
+
+    places: Places
+    engine: Engine
+    families: tuple[ModuleType, ...]
+    root_path: str = ""
+
+    def preferences(self) -> Preferences:
+        return read_preferences(self.places)
+
+    def address(self, path: Path | str, *, version: object = "") -> str:
+        """The URL of a file in one of the served folders; `version` makes a rewritten file a new address."""
+        base = self.root_path.rstrip("/")
+        return f"{base}/gradio_api/file={quote(str(path))}" + (f"?v={version}" if version else "")
+
+    @property
+    def served(self) -> tuple[Path, ...]:
+        """The folders whose files the browser may read."""
+        places = self.places
+        cache = places.cache
+        return (places.outputs, places.runs, cache / "thumbnails", cache / "previews", places.user / "inputs")
+
+
+# A click on anything with `data-do` becomes the event "act" with what was meant; keys work as clicks do on buttons.
+ACT = """
+element.addEventListener("click", (event) => {
+  const meant = event.target.closest("[data-do]");
+  if (!meant || !element.contains(meant)) return;
+  event.preventDefault();
+  let what = meant.dataset.what || "";
+  if (meant.hasAttribute("data-collect")) {  // the fields that were changed, as {name: text}
+    const fields = [...element.querySelectorAll("[data-field]")].filter((field) => field.value !== field.defaultValue);
+    what = JSON.stringify(Object.fromEntries(fields.map((field) => [field.dataset.field, field.value])));
+  }
+  trigger("act", {do: meant.dataset.do, what: what});
+});
+"""
+
+
+def live(html: str = "", *, name: str, **look) -> gr.HTML:
+    """A region that the timer redraws and whose `data-do` elements act: `.act(handler)` gets a `gr.EventData`."""
+    return gr.HTML(html, elem_id=name, js_on_load=ACT, apply_default_css=False, **look)

@@ -1,0 +1,209 @@
+"""The Train tab: what is trained on the left, the run that is watched on the right, all runs below it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import gradio as gr
+
+from backend.host import runs
+from backend.schema.knobs import knobs_of, to_values
+from backend.schema.training import TrainingConfig
+from studio import captions, form, presets, run_view
+from studio.caption_editor import editor
+from studio.form import Form
+from studio.session import read_config, training_file, with_known
+from studio.studio import Studio, live
+
+ESSENTIAL = ("name", "trigger_word", "lora_rank", "learning_rate", "num_epochs", "max_steps", "sample_prompts")
+RUN_BUTTONS = {
+    "stop": "Stop and save",
+    "kill": "Stop now",
+    "resume": "Resume",
+    "use": "Use this LoRA",
+    "discard": "Move to trash",
+}
+
+
+@dataclass(frozen=True)
+class Train:
+    """The tab's components that others touch."""
+
+    form: Form
+    preset: gr.Dropdown
+    dataset_said: gr.HTML
+    upload: gr.File
+    upload_name: gr.Textbox
+    editor: gr.HTML
+    page: gr.State
+    command: gr.Code
+    start: gr.Button
+    said: gr.HTML
+    plan: gr.HTML
+    head: gr.HTML
+    buttons: dict[str, gr.Button]
+    curve: gr.HTML
+    samples: gr.HTML
+    results: gr.HTML
+    log: gr.HTML
+    runs: gr.HTML
+    run_said: gr.HTML
+
+    @property
+    def form_outputs(self) -> list:
+        """What `fill` has values for."""
+        return [*self.form.components, self.command, self.editor, self.page, self.preset]
+
+    @property
+    def live_outputs(self) -> list:
+        return [self.head, self.curve, self.samples, self.results, self.log, self.runs, *self.buttons.values()]
+
+
+def remembered(studio: Studio) -> TrainingConfig:
+    """The last training form; the first time, the first preset on the first set that comes with Loft."""
+    file = training_file(studio.places)
+    if file.is_file():
+        return read_config(file, TrainingConfig)
+    config = TrainingConfig()
+    found = presets.presets()
+    if found:
+        config = presets.apply(found[0], config)
+    sets = captions.shipped()
+    return with_dataset(config, str(sets[0])) if sets else config
+
+
+def with_dataset(config: TrainingConfig, folder: str) -> TrainingConfig:
+    """`config` on another dataset: its metadata file where it has one, and the hints that come with a shipped set."""
+    table = captions.metadata_file(Path(folder)) if folder.strip() else None
+    section = replace(
+        config.dataset, dataset_base_path=folder, dataset_metadata_path=str(table) if table else None, trigger_word=""
+    )
+    config = replace(config, dataset=section)
+    hints = captions.hints(Path(folder)) if folder.strip() else {}
+    return with_known(config, hints)
+
+
+def build(studio: Studio) -> Train:
+    """Lays the tab out."""
+    config = remembered(studio)
+    knobs = {item.name: item for item in knobs_of(TrainingConfig)}
+    values = to_values(config)
+    made: dict[str, gr.components.Component] = {}
+    with gr.Row(elem_classes="columns"):
+        with gr.Column(scale=6, min_width=330, elem_classes="left"):
+            with gr.Column(elem_classes="plain-group"):
+                made["dataset_base_path"] = gr.Dropdown(
+                    choices=captions.choices(studio.places),
+                    value=config.dataset.dataset_base_path or None,
+                    allow_custom_value=True,
+                    label="Pictures",
+                    info="A set that comes with Loft, one of your own, or the path of any folder.",
+                    elem_id="set-dataset_base_path",
+                )
+                dataset_said = gr.HTML("", elem_id="dataset-said")
+                with gr.Accordion("Pictures and captions", open=False, elem_id="captions-fold", elem_classes="fold"):
+                    shown = live(name="editor")
+                    page = gr.State(0)
+                with gr.Accordion("Upload pictures", open=False, elem_id="upload-fold", elem_classes="fold"):
+                    upload_name = gr.Textbox(label="Name of the new set", placeholder="my-cat", elem_id="upload-name")
+                    upload = gr.File(
+                        label="Pictures, and text files of the same names for captions",
+                        file_count="multiple",
+                        type="filepath",
+                        height=120,
+                        elem_id="upload-files",
+                    )
+            preset = gr.Dropdown(
+                choices=[(item.title, item.name) for item in presets.presets(studio.places)],
+                value=None,
+                label="Preset",
+                info="Fills in how to train; pictures, name and prompts stay.",
+                elem_id="preset",
+            )
+            made |= form.rows([knobs[name] for name in ESSENTIAL], values)
+            with gr.Row(elem_classes="go-row"):
+                start = gr.Button("Start training", variant="primary", elem_id="train-start")
+            said = gr.HTML("", elem_id="train-said")
+            plan = live(name="train-plan")
+            made |= form.folds(TrainingConfig, config, skip=tuple(made) + ("output_path", "resume_from_checkpoint"))
+            with gr.Accordion("The same as a command", open=False, elem_id="command-fold", elem_classes="fold"):
+                command = gr.Code(
+                    language="shell",
+                    interactive=False,
+                    wrap_lines=True,
+                    show_line_numbers=False,
+                    show_label=False,
+                    buttons=["copy"],
+                    lines=2,
+                    max_lines=14,
+                    elem_id="command",
+                )
+        with gr.Column(scale=6, min_width=330, elem_classes="right"):
+            run_said = gr.HTML("", elem_id="run-said")
+            head = live(name="run-head")
+            with gr.Row(elem_classes="actions"):
+                buttons = {
+                    name: gr.Button(
+                        words, size="sm", min_width=110, visible=False, elem_id=f"run-{name}",
+                        variant="stop" if name == "kill" else "secondary",
+                    )
+                    for name, words in RUN_BUTTONS.items()
+                }  # fmt: skip
+            curve = live(name="run-curve")
+            samples = live(name="run-samples")
+            results = live(name="run-results")
+            with gr.Accordion("Log", open=False, elem_id="log-fold", elem_classes="fold"):
+                log = live(name="run-log")
+            runs_region = live(name="runs")
+    ordered = {item.name: made[item.name] for item in knobs_of(TrainingConfig) if item.name in made}
+    return Train(
+        Form(TrainingConfig, ordered), preset, dataset_said, upload, upload_name, shown, page, command, start, said, plan,
+        head, buttons, curve, samples, results, log, runs_region, run_said,
+    )  # fmt: skip
+
+
+def fill(studio: Studio, tab: Train, config: TrainingConfig) -> list:
+    """Updates for `tab.form_outputs`."""
+    values = form.fill(tab.form, config)
+    names = list(tab.form.controls)
+    at = names.index("dataset_base_path")
+    values[at] = gr.update(choices=captions.choices(studio.places), value=config.dataset.dataset_base_path or None)
+    found = presets.presets(studio.places)
+    choice = gr.update(choices=[(item.title, item.name) for item in found])
+    return [*values, command_of(config), shown_editor(config, 0), 0, choice]
+
+
+def fill_remembered(studio: Studio, tab: Train) -> list:
+    return fill(studio, tab, remembered(studio))
+
+
+def shown_editor(config: TrainingConfig, page: int) -> str:
+    folder = config.dataset.dataset_base_path
+    return editor(Path(folder), page=page) if folder.strip() else ""
+
+
+def command_of(config: TrainingConfig) -> str:
+    """The command that trains the same, as one line to paste."""
+    return runs.command_text(runs.command_of(config))
+
+
+def view(studio: Studio, tab: Train, choice: dict, seen: dict) -> tuple[list, dict]:
+    """Updates for `tab.live_outputs`, and what was seen; skips what has not changed since."""
+    now = run_view.clock()
+    found = runs.list_runs(studio.places)
+    run = run_view.choose(found, choice["run"])
+    one = run_view.signature(run)
+    every = (run.name if run else "", tuple((r.name, r.status, r.step) for r in found), int(now // 60))
+    out = [gr.skip()] * len(tab.live_outputs)
+    if seen.get("run") != one:
+        out[0] = run_view.head(run, now=now)
+        out[1] = run_view.loss_curve(run, runs.loss_series(run.folder) if run else runs.LossSeries())
+        out[2] = run_view.samples(studio, run)
+        out[3] = run_view.results(studio, run)
+        out[4] = run_view.log_html(runs.log(run.folder) if run else "")
+        can = run_view.buttons(run)
+        out[6:] = [gr.update(visible=can[name]) for name in tab.buttons]
+    if seen.get("runs") != every:
+        out[5] = run_view.runs_list(found, shown=run, now=now)
+    return out, {"run": one, "runs": every}
