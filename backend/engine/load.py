@@ -6,7 +6,6 @@ private, so a change of a weight never reaches the file.
 
 from __future__ import annotations
 
-import importlib
 import mmap
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from backend.catalog.spec import PartSpec, TensorAt
+from backend.engine import light
 from backend.schema.messages import Trouble
 
 TORCH_DTYPES = {
@@ -83,7 +83,7 @@ def build_meta(part: PartSpec) -> torch.nn.Module:
 def find_class(network: str) -> type:
     """The class behind "package.module:Class"."""
     package, _, name = network.partition(":")
-    return getattr(importlib.import_module(package), name)
+    return getattr(light.import_module(package), name)
 
 
 class _ParametersOnMeta(TorchFunctionMode):

@@ -1,0 +1,98 @@
+"""Imports the modules of networks without what they drag in and nobody here uses: less time, less memory.
+
+Three things are kept out while such a module is imported, and are as usual afterwards: the two packages of diffusers that import
+every network there is, torch's compiler (loaded on first use), and diffusers' hooks for peft (training here uses peft itself).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+_EAGER = ("diffusers.models.transformers", "diffusers.models.autoencoders")
+
+
+def import_module(name: str) -> ModuleType:
+    """`importlib.import_module`, lightly for diffusers and transformers."""
+    if name in sys.modules or name.partition(".")[0] not in ("diffusers", "transformers"):
+        return importlib.import_module(name)
+    with _without_compiler():
+        if name.startswith("diffusers."):
+            importlib.import_module("diffusers.models")
+            for package in _EAGER:
+                if package not in sys.modules:
+                    _add_lazily(package)
+            with _without_peft():
+                return importlib.import_module(name)
+        return importlib.import_module(name)
+
+
+class _Lazy(ModuleType):
+    """A package whose `__init__` runs when a name is asked for that neither a submodule nor `_stand_ins` has given."""
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in self.__dict__.get("_stand_ins", ()):
+            return self._stand_ins[name]
+        self.__class__ = ModuleType
+        self.__dict__.pop("_stand_ins", None)
+        self.__spec__.loader.exec_module(self)
+        return getattr(self, name)
+
+
+def _add_lazily(name: str) -> ModuleType:
+    spec = importlib.util.find_spec(name)
+    module = _Lazy(name)
+    module.__spec__, module.__loader__, module.__package__ = spec, spec.loader, name
+    module.__path__, module.__file__ = spec.submodule_search_locations, spec.origin
+    sys.modules[name] = module
+    parent, _, leaf = name.rpartition(".")
+    setattr(sys.modules[parent], leaf, module)
+    return module
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    # Both libraries ask torch._dynamo for decorators that matter to the compiler alone; the marks below are what it looks for.
+    module = sys.modules.get("torch._dynamo") or _add_lazily("torch._dynamo")
+    if not isinstance(module, _Lazy):
+        yield
+        return
+    module._stand_ins = {
+        "allow_in_graph": _as_it_is,
+        "assume_constant_result": _marked_constant,
+        "disable": _disable,
+    }
+    try:
+        yield
+    finally:
+        module.__dict__.pop("_stand_ins", None)
+
+
+def _as_it_is(function):
+    return function
+
+
+def _marked_constant(function):
+    function._dynamo_marked_constant = True
+    return function
+
+
+def _disable(function=None, recursive=True, **_):
+    return _as_it_is if function is None else function
+
+
+@contextmanager
+def _without_peft() -> Iterator[None]:
+    from diffusers.utils import import_utils
+
+    had, import_utils._peft_available = import_utils._peft_available, False
+    try:
+        yield
+    finally:
+        import_utils._peft_available = had
