@@ -23,7 +23,13 @@ MAY_IMPORT = {
     "backend.catalog": {"backend.catalog", "backend.schema"},
     "backend.schema": {"backend.schema"},
     "backend.engine": {"backend.engine", "backend.families", "backend.catalog", "backend.schema"},
-    "backend.pipelines": {"backend.pipelines", "backend.engine", "backend.families", "backend.catalog", "backend.schema"},
+    "backend.pipelines": {
+        "backend.pipelines",
+        "backend.engine",
+        "backend.families",
+        "backend.catalog",
+        "backend.schema",
+    },
     "backend.training": {"backend.training", "backend.engine", "backend.families", "backend.catalog", "backend.schema"},
 }
 MAY_BE_HEAVY = {"backend.engine", "backend.training", "backend.pipelines"}
@@ -106,7 +112,9 @@ def test_what_runs_before_the_installation_needs_the_standard_library_alone(patt
 def in_fresh_interpreter(*modules: str) -> set[str]:
     """Top-level names of everything that importing `modules` brings in."""
     lines = [f"import {module}" for module in modules]
-    script = "\n".join([*lines, "import sys, json", "print(json.dumps(sorted({n.split('.')[0] for n in sys.modules})))"])
+    script = "\n".join(
+        [*lines, "import sys, json", "print(json.dumps(sorted({n.split('.')[0] for n in sys.modules})))"]
+    )
     done = subprocess.run([sys.executable, "-c", script], cwd=PROJECT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))

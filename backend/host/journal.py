@@ -12,6 +12,7 @@ from backend.schema.messages import Event, Trouble, from_line, trouble_from_valu
 LOG_TAIL_BYTES = 64 * 1024
 LOG_LINE_CHARACTERS = 2000
 RECENT_STEPS = 20
+KEPT_NOTES = 20
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -62,6 +63,7 @@ class Journal:
     memory: dict = field(default_factory=dict)
     trouble: Trouble | None = None
     finished: dict | None = None
+    notes: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     checkpoints: list[tuple[int, Path]] = field(default_factory=list)
     saved: list[Path] = field(default_factory=list)
@@ -151,22 +153,26 @@ def _take_step(journal: Journal, values: dict) -> None:
 
 
 def _take_sample(journal: Journal, values: dict) -> None:
-    path = journal.folder / str(values.get("path", ""))
+    path = _path(journal, values)
     journal.samples.append(Sample(_whole(values.get("step")), str(values.get("prompt", "")), path))
 
 
 def _take_checkpoint(journal: Journal, values: dict) -> None:
-    journal.checkpoints.append((_whole(values.get("step")), journal.folder / str(values.get("path", ""))))
+    journal.checkpoints.append((_whole(values.get("step")), _path(journal, values)))
 
 
 def _take_saved(journal: Journal, values: dict) -> None:
-    path = journal.folder / str(values.get("path", ""))
+    path = _path(journal, values)
     if path not in journal.saved:
         journal.saved.append(path)
 
 
 def _take_memory(journal: Journal, values: dict) -> None:
     journal.memory = values
+
+
+def _take_note(journal: Journal, values: dict) -> None:
+    journal.notes = [*journal.notes, str(values.get("message", ""))][-KEPT_NOTES:]
 
 
 def _take_trouble(journal: Journal, values: dict) -> None:
@@ -187,9 +193,19 @@ _TAKE = {
     "checkpoint": _take_checkpoint,
     "saved": _take_saved,
     "memory": _take_memory,
+    "note": _take_note,
     "trouble": _take_trouble,
     "finished": _take_finished,
 }
+
+
+def _path(journal: Journal, values: dict) -> Path:
+    """The path in an event, sought in the run's folder where that lies now, even if it lay elsewhere when it was written."""
+    path = Path(str(values.get("path", "")))
+    if journal.folder not in path.parents and journal.folder.name in path.parts:
+        at = len(path.parts) - 1 - path.parts[::-1].index(journal.folder.name)
+        return journal.folder.joinpath(*path.parts[at + 1 :])
+    return journal.folder / path
 
 
 def _whole(value) -> int:

@@ -36,6 +36,9 @@ class Process:
     argv: tuple[str, ...] = ()
 
 
+NOBODY = Process(0, 0.0)
+
+
 def child_environment(data: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment for a child that works on the data folder `data`."""
     env = {name: value for name, value in os.environ.items() if name not in (MARK, SUPERVISED)}
@@ -119,12 +122,14 @@ def alive(process: Process) -> bool:
 
 
 def _find(process: Process) -> psutil.Process | None:
+    if process.pid <= 0:
+        return None
     try:
         found = psutil.Process(process.pid)
         if found.status() == psutil.STATUS_ZOMBIE or not _same(found, process):
             return None
         return found
-    except psutil.Error:
+    except (psutil.Error, OverflowError):  # a pid in a broken file may be any number
         return None
 
 
@@ -157,12 +162,12 @@ def members(process: Process, *, mark: str = "") -> list[psutil.Process]:
 
 
 def _orphans(process: Process, mark: str) -> Iterable[psutil.Process]:
-    recycled = psutil.pid_exists(process.pid) and _find(process) is None
+    led = process.pid > 0 and (_find(process) is not None or not psutil.pid_exists(process.pid))
     for found in psutil.process_iter():
         try:
             if process.created and found.create_time() < process.created - SAME_START_SECONDS:
                 continue
-            if (not recycled and _in_session(found.pid, process)) or (mark and found.environ().get(MARK) == mark):
+            if (led and _in_session(found.pid, process)) or (mark and found.environ().get(MARK) == mark):
                 yield found
         except (psutil.Error, OSError):
             continue  # gone, or another user's
@@ -209,7 +214,7 @@ def _each(tree: list[psutil.Process], act: Callable[[psutil.Process], object]) -
 
 def marked(mark: str) -> list[Process]:
     """Every living process of this user that carries `mark` in its environment."""
-    return [identify(found.pid, _command_line(found)) for found in _orphans(Process(-1, 0.0), mark)]
+    return [identify(found.pid, _command_line(found)) for found in _orphans(NOBODY, mark)]
 
 
 def to_text(process: Process, **more) -> str:

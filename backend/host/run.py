@@ -41,6 +41,7 @@ class Run:
     saved: tuple[Path, ...]  # results that still exist, the newest last
     memory: dict
     trouble: Trouble | None
+    notes: tuple[str, ...]  # sentences that the run has said, the newest last
     resumed: dict  # {"step", "restored", "not_restored"} of the newest resume
     model: str
     started_at: float
@@ -117,7 +118,7 @@ def _status(journal: Journal, lives: bool, stopping: bool, process, events_at: i
     if lives:
         if stopping:
             return "stopping"
-        return "running" if journal.started else "starting"
+        return "running"
     if process is None and journal.last is None:
         return "queued"
     if fresh and journal.last.event == "trouble":
@@ -151,6 +152,7 @@ def _run(folder: Path, journal: Journal, status: str, process) -> Run:
         saved=tuple(path for path in journal.saved if path.exists()),
         memory=dict(journal.memory),
         trouble=trouble,
+        notes=tuple(journal.notes),
         resumed=dict(journal.resumed),
         model=str(journal.started.get("model", "")),
         started_at=process.created if process else journal.first_time or _changed(folder),

@@ -109,10 +109,11 @@ def command_text(argv: Sequence[str], *, windows: bool | None = None) -> str:
     return subprocess.list2cmdline(argv) if windows else shlex.join(argv)
 
 
-def start(folder: Path, *, places: Places, engine=None) -> processes.Process:
+def start(folder: Path, *, places: Places, engine=None, argv: Sequence[str] | None = None) -> processes.Process:
     """Starts the run in `folder`, or goes on with it from its newest checkpoint; returns at once.
 
-    The card has one owner: with `engine` (a `host.engine.Engine`) the worker is ended first. Raises Trouble("already_running").
+    The card has one owner: with `engine` (a `host.engine.Engine`) the worker is ended first. `argv` replaces `command(folder)`,
+    for a launcher of several processes. Raises Trouble("already_running").
     """
     with _starting:
         run = read(folder)
@@ -123,7 +124,7 @@ def start(folder: Path, *, places: Places, engine=None) -> processes.Process:
             (folder / "stop").unlink(missing_ok=True)
             events_at = file_size(folder / "events.jsonl")
             process = processes.start(
-                command(folder),
+                argv or command(folder),
                 log=folder / "log.txt",
                 cwd=places.root,
                 env=processes.child_environment(places.root),
@@ -154,7 +155,7 @@ def kill(folder: Path, *, grace_seconds: float = 3.0) -> bool:
     """Ends the run's processes now, all of them; what was not saved is lost. Returns whether all are gone."""
     stop(folder)  # so that the reading says "stopped", as was asked, and not "died"
     known = processes.from_file(folder / "process.json")
-    process = known[0] if known else processes.Process(-1, 0.0)
+    process = known[0] if known else processes.NOBODY
     return processes.end_tree(process, grace_seconds=grace_seconds, mark=_mark(folder))
 
 

@@ -18,7 +18,15 @@ def write(folder: Path, *events: tuple[str, dict]) -> None:
 
 
 def step(number: int, loss: float = 1.0, **more) -> tuple[str, dict]:
-    return "step", {"step": number, "total_steps": 100, "epoch": 1, "loss": loss, "learning_rate": 1e-4, "seconds": 0.5, **more}
+    return "step", {
+        "step": number,
+        "total_steps": 100,
+        "epoch": 1,
+        "loss": loss,
+        "learning_rate": 1e-4,
+        "seconds": 0.5,
+        **more,
+    }
 
 
 def test_only_what_was_added_is_read(tmp_path):

@@ -88,6 +88,9 @@ def test_it_survives_in_a_file(started, tmp_path):
         (tmp_path / "process.json").write_text(torn)
         assert processes.from_file(tmp_path / "process.json") is None
     assert processes.from_file(tmp_path / "absent.json") is None
+    for pid in (-1, 0, 2**80):
+        assert not processes.alive(processes.Process(pid, 1.0))
+        assert processes.end_tree(processes.Process(pid, 1.0), grace_seconds=0)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sessions are POSIX's")
