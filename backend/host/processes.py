@@ -122,14 +122,14 @@ def alive(process: Process) -> bool:
 
 
 def _find(process: Process) -> psutil.Process | None:
-    if process.pid <= 0:
+    if not 0 < process.pid < 2**31:  # in a broken file it may be any number
         return None
     try:
         found = psutil.Process(process.pid)
         if found.status() == psutil.STATUS_ZOMBIE or not _same(found, process):
             return None
         return found
-    except (psutil.Error, OverflowError):  # a pid in a broken file may be any number
+    except psutil.Error:
         return None
 
 
@@ -162,7 +162,7 @@ def members(process: Process, *, mark: str = "") -> list[psutil.Process]:
 
 
 def _orphans(process: Process, mark: str) -> Iterable[psutil.Process]:
-    led = process.pid > 0 and (_find(process) is not None or not psutil.pid_exists(process.pid))
+    led = 0 < process.pid < 2**31 and (_find(process) is not None or not psutil.pid_exists(process.pid))
     for found in psutil.process_iter():
         try:
             if process.created and found.create_time() < process.created - SAME_START_SECONDS:

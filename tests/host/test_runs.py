@@ -152,14 +152,14 @@ def test_asked_to_stop_it_saves_and_ends(small):
 
 
 def test_a_second_start_is_refused_while_it_lives(small):
-    folder, start = small
+    _, start = small
     start(10_000)
     with pytest.raises(Trouble, match="going on already"):
         start(10_000)
 
 
 def test_ten_tabs_start_it_once(small):
-    folder, start = small
+    _, start = small
     troubles = []
 
     def press():
