@@ -12,8 +12,9 @@ from pathlib import Path
 
 from PIL import Image
 
+from backend.catalog.text import decode_text, read_text
 from backend.schema.messages import Trouble
-from backend.training.captions import decode_text, read_text, with_trigger
+from backend.training.captions import with_trigger
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif")
 MASK_SUFFIX = ".mask.png"

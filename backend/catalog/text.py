@@ -1,0 +1,51 @@
+"""Text files of any encoding."""
+
+from __future__ import annotations
+
+import codecs
+from pathlib import Path
+
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+
+
+def decode_text(data: bytes) -> tuple[str, str]:
+    """The text in `data` and the encoding it was taken for.
+
+    A byte order mark decides; then NUL bytes on one side of every pair (UTF-16 without a mark); then UTF-8 where the bytes
+    are legal; then GB18030 where that gives mostly Chinese characters; and Windows' western code page for the rest.
+    """
+    for mark, encoding in _MARKS:
+        if data.startswith(mark):
+            return data.decode(encoding, errors="replace"), encoding
+    if len(data) >= 4 and len(data) % 2 == 0 and b"\0" in data:
+        little = data[1::2].count(0) >= data[::2].count(0)
+        encoding = "utf-16-le" if little else "utf-16-be"
+        return data.decode(encoding, errors="replace"), encoding
+    try:
+        return data.decode("utf-8"), "utf-8"
+    except UnicodeDecodeError:
+        pass
+    try:
+        text = data.decode("gb18030")
+        if _share_chinese(text) > 0.5:
+            return text, "gb18030"
+    except UnicodeDecodeError:
+        pass
+    return data.decode("cp1252", errors="replace"), "cp1252"
+
+
+def _share_chinese(text: str) -> float:
+    letters = [letter for letter in text if ord(letter) > 127]
+    return sum(0x4E00 <= ord(letter) <= 0x9FFF for letter in letters) / max(len(letters), 1)
+
+
+def read_text(path: Path) -> tuple[str, str]:
+    """The text of a file without a byte order mark or surrounding space, and its encoding."""
+    text, encoding = decode_text(path.read_bytes())
+    return text.lstrip("\ufeff").strip(), encoding
