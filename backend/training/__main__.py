@@ -127,6 +127,7 @@ def _process_text(argv: list[str]) -> str:
 
 
 def _train(config: TrainingConfig, folder: Path, reporter) -> str:
+    import torch
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
     from backend.schema.knobs import to_values
@@ -135,9 +136,11 @@ def _train(config: TrainingConfig, folder: Path, reporter) -> str:
     from backend.training.run import set_up
 
     accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(),  # said outright, for several processes on a CPU find each other only so
         mixed_precision=config.training.mixed_precision,
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=config.training.find_unused_parameters)],
     )
+    assert accelerator.num_processes == int(os.environ.get("WORLD_SIZE", "1")), "the processes do not know of each other"
     if accelerator.is_main_process:
         add_boards(reporter, config.output, config=to_values(config))
     index = places().cache / "pictures.json"

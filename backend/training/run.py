@@ -12,7 +12,9 @@ from backend import __version__
 from backend.schema.knobs import to_values
 from backend.schema.messages import Trouble
 from backend.training.adapters import Adapter, adapter_state, add_adapter, load_adapter
+from backend.training.attention import plain_on_cpu
 from backend.training.base import DTYPES, Base, find_base, load_parts, part_digest, tokenizer_folder
+from backend.training.batches import Batch
 from backend.training.captions import lines_of
 from backend.training.dataset import Dataset, read_dataset, read_folder
 from backend.training.learner import Learner, named_trainable
@@ -98,12 +100,15 @@ def set_up(config, folder: Path, output: Path, accelerator, reporter: Reporter, 
         del loaded[name]
     free_memory()
     load(needed, trained)
+    plain_on_cpu(loaded["dit"], tokens=max(height * width for height, width in source.sizes) // 256)
     learner = Learner(base.family, {name: loaded[name] for name in needed}, tokenizer=tokenizer, dtype=dtype)
     adapter = _make_trainable(learner, config, base, trained, part)
     torch.manual_seed(config.training.seed)
     weights = named_trainable(learner)
     optimizers = make_optimizers(weights, config.training)
     _checkpointing(learner, config.memory)
+    if accelerator.num_processes > 1:
+        learner._ddp_params_and_buffers_to_ignore = _without_gradient(learner, source, config, accelerator)
     model, *optimizers = accelerator.prepare(learner, *optimizers)
     return Run(
         config=config, folder=folder, output=output, accelerator=accelerator, reporter=reporter, base=base, source=source,
@@ -171,6 +176,21 @@ def _make_trainable(learner: Learner, config, base: Base, trained: tuple[str, ..
     for name, module in learner.parts.items():
         module.train(name in trained or name == part)
     return adapter
+
+
+def _without_gradient(learner: Learner, source: Source, config, accelerator) -> list[str]:
+    """Weights that train but take no part in the loss (the last block's text half is one), found by one backward pass.
+
+    Processes that wait for each other's gradients must know them; looking for them at every step costs more.
+    """
+    state = torch.get_rng_state()
+    with accelerator.autocast():
+        material = source.material(Batch(items=(0,), places=(0,)), scale=1.0)
+        learner(material.to(accelerator.device), config.loss)[0].backward()
+    names = [name for name, weight in learner.named_parameters() if weight.requires_grad and weight.grad is None]
+    learner.zero_grad(set_to_none=True)
+    torch.set_rng_state(state)
+    return names
 
 
 def _begin_from(learner: Learner, adapter: Adapter, path: Path) -> None:
