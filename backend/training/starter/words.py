@@ -119,10 +119,10 @@ def hidden_states(encoder: Qwen2_5_VLForConditionalGeneration, prefix: torch.Ten
     model, (rows, length), start = encoder.model.language_model, ids.shape, prefix.shape[1]
     cache = DynamicCache()
     at = torch.arange(start + length)
-    model(input_ids=prefix, position_ids=at[:start].expand(3, 1, -1), past_key_values=cache, use_cache=True)
+    model(input_ids=prefix, position_ids=at[:start].expand(3, 1, -1), cache=cache, use_cache=True)
     cache.batch_repeat_interleave(rows)
     whole = torch.cat([torch.ones(rows, start, dtype=mask.dtype), mask], 1)
-    return model(input_ids=ids, attention_mask=whole, position_ids=at[start:].expand(3, rows, -1), past_key_values=cache,
+    return model(input_ids=ids, attention_mask=whole, position_ids=at[start:].expand(3, rows, -1), cache=cache,
                  use_cache=True).last_hidden_state
 
 
