@@ -1,0 +1,331 @@
+"""Where a part's weights lie while it waits, and how they come to the computation: the four states of DiffSynth.
+
+`place` takes a module (on meta, or loaded) and puts its weights where a `VramConfig` says. They are moved by units (`units.py`), blocks through a few
+reused buffers ahead of time (`staging.py`), straight from the user's own file (`stream.py`), also under autograd (`held.py`).
+
+What others may rely on:
+
+* `module.weight` of a managed layer always has the shape, dtype and device of the computation. Its *numbers* are there only while its block
+  computes; in between every number is NaN and takes no memory, so that a use by mistake cannot go unseen. A real tensor is given by
+  `placement.read(name)` (a copy of its own, as the computation sees it: with FP8 storage, the stored number). `placement.of(module)` finds the placement.
+* Adapters may be added to a placed module as hooks or as modules around its layers, before or after; names are looked up once, in `place`.
+* Weights may be changed in place only while `placement.changeable`, i.e. when all four states are the same; else a change would be lost.
+* Do not call `module.to(...)` on a placed module, nor save its `state_dict()`.
+* One pass over the blocks moves each byte once, whatever the batch: put both halves of classifier-free guidance into one call.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from backend.catalog.spec import PartSpec
+from backend.engine import load, memory
+from backend.engine.calls import Call, after, before
+from backend.engine.held import Pass
+from backend.engine.motion import Layer, Motion, source_of
+from backend.engine.quantize import is_float8
+from backend.engine.residence import Residence
+from backend.engine.staging import most_that_fit
+from backend.engine.states import State, States, check_files, check_limit, read_states
+from backend.engine.stream import Reader, lay_out
+from backend.engine.units import Unit, find_units, stored_layout
+from backend.schema.vram import VramConfig
+
+STAGING = 2  # buffers that blocks are fetched into: one computes, the next arrives
+
+
+def place(
+    module: nn.Module,
+    part: PartSpec,
+    config: VramConfig,
+    *,
+    vram_limit_bytes: int | None = None,
+    device: torch.device | str,
+    staging: int = STAGING,
+    reader: Reader | None = None,
+    on_bytes: Callable[[int, int], None] | None = None,
+) -> Placement:
+    """Puts the weights of `module` into their offload state. The module's own are dropped; `part` says where they are stored.
+
+    `vram_limit_bytes`: how much of the computing device this part's weights, staging included, may take for blocks to wait in the preparing
+    state; None: all blocks may, 0: none. `device` computes where `config` names none, in the dtype of the file (bfloat16 for 8-bit files).
+    `staging`: buffers for fetched blocks, 2 or 3. `reader` reads files. `on_bytes(done, total)` is told of progress.
+    Raises Trouble for a setting that makes no sense.
+    """
+    check_limit(vram_limit_bytes)
+    stored = getattr(torch, part.storage, None)
+    known = isinstance(stored, torch.dtype) and stored.is_floating_point and not is_float8(stored)
+    states = read_states(config, device=device, dtype=stored if known else torch.bfloat16)
+    check_files(part, states)
+    placement = Placement(module, part, states, vram_limit_bytes, staging, reader or Reader())
+    placement._fill(on_bytes)
+    _PLACED[module] = placement
+    return placement
+
+
+def of(module: nn.Module) -> Placement | None:
+    """The placement of a module, if it has one."""
+    return _PLACED.get(module)
+
+
+_PLACED: weakref.WeakKeyDictionary[nn.Module, Placement] = weakref.WeakKeyDictionary()
+
+
+class Placement:
+    """The weights of one placed module. Made by `place`; begins in the offload state, in which the module may be called as well."""
+
+    def __init__(
+        self, module: nn.Module, part: PartSpec, states: States, limit: int | None, staging: int, reader: Reader
+    ):
+        self.module, self.part, self.states, self.limit_bytes = module.eval().requires_grad_(False), part, states, limit
+        self.level = "offload"
+        self.device, self.dtype = states.computation.device, states.computation.dtype
+        self.units = find_units(module, part, self.dtype)
+        self._by_name = {name: unit for unit in self.units for name in unit.names}
+        self._reader = reader
+        self._residence = Residence(reader, self.device)
+        self.motion = Motion(reader, self.device, self.dtype, staging)
+        self._may_prepare: set[int] = set()
+        self.lock = threading.RLock()
+        self.calls: list[Call] = []
+        self.passes: set[Pass] = set()
+        self._hooks = []
+        self._make_parameters()
+        self.layers = _layers(self.units)
+        if not states.resident:
+            self._watch()
+        _move_others(module, self._by_name, self.device)
+
+    @property
+    def blocks(self) -> list[Unit]:
+        """The units that are streamed, in order."""
+        return [unit for unit in self.units if unit.block]
+
+    @property
+    def changeable(self) -> bool:
+        """Whether weights may be changed in place, as a fused LoRA does."""
+        return self.states.resident
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes fetched so far for blocks that do not stay."""
+        return self.motion.fetcher.num_bytes
+
+    def held_bytes(self) -> dict[str, int]:
+        """Private bytes by purpose: "stored" (waiting or staying; views of the mapped file count nothing), "staging"."""
+        found = {
+            id(stored): stored for unit in self.units for stored in (unit.stored, unit.parked, unit.ready) if stored
+        }
+        return {
+            "stored": sum(stored.private_bytes for stored in found.values()),
+            "staging": self.motion.staging_bytes(),
+        }
+
+    def resident_blocks(self) -> tuple[int, ...]:
+        """The numbers of the blocks that need not be fetched, as far as they have been used."""
+        return tuple(index for index, unit in enumerate(self.blocks) if not self.motion.streams(unit))
+
+    def is_ready(self, name: str) -> bool:
+        """Whether the parameter `name` holds its numbers for good, and not only while its block computes."""
+        return name not in self._by_name or self._by_name[name].ready is not None
+
+    def read(self, name: str) -> torch.Tensor:
+        """A copy of the parameter `name` (dotted, the module's name for it when it was placed), as the computation sees it, on its device."""
+        unit = self._by_name[name]
+        index = unit.names.index(name)
+        with self.lock:
+            if unit.ready is not None:
+                return unit.ready.tensors[index].clone()
+            if not self.enter_use(unit):
+                return self.read(name)
+            held = self.motion.streams(unit)
+            if held:
+                self.motion.hold(unit)
+            try:
+                return self.motion.compute_tensor(unit, index)
+            finally:
+                if held:
+                    self.motion.let_go(unit)
+
+    def onload(self) -> None:
+        """The part will be called any time."""
+        self._settle("onload")
+
+    def offload(self) -> None:
+        """The part is not called soon: staging, and whatever is nearer than the offload state, is given back."""
+        self._settle("offload")
+
+    def close(self) -> None:
+        """Gives everything back, open files and the reading thread included; the module keeps its shapes, on the meta device."""
+        with self.lock:
+            if self.level == "closed":
+                return
+            self.level = "closed"
+            for hook in self._hooks:
+                hook.remove()
+            self.motion.close()
+            for unit in self.units:
+                unit.stored = unit.parked = unit.ready = None
+            self._make_parameters("meta")
+            self._residence.finish()
+            self._reader.close()
+            _PLACED.pop(self.module, None)
+
+    def enter_use(self, unit: Unit) -> bool:
+        """`unit` is about to be used: what may stay on the computing device is brought there now. Answers whether its weights do not stay
+        as the computation takes them, so that they have to be held while in use."""
+        if unit.ready is not None:
+            return False
+        if not unit.block:
+            self._enter(unit, self.states.computation)
+        elif unit.position in self._may_prepare:
+            self._may_prepare.discard(unit.position)
+            self._enter(unit, self.states.preparing)
+        else:
+            return True
+        self._residence.finish()
+        return unit.ready is None
+
+    def _fill(self, on_bytes: Callable[[int, int], None] | None) -> None:
+        done = 0
+        for unit in self.units:
+            self._enter(unit, self.states.offload)
+            done += sum(at.nbytes for at in unit.tensors)
+            if on_bytes:
+                on_bytes(done, self.part.nbytes)
+        self._plan()
+
+    def _settle(self, level: str) -> None:
+        with self.lock:
+            assert self.level != "closed", "the placement was closed"
+            if self.level == level:
+                return
+            self.level = level
+            if self.states.resident:
+                return
+            self.calls.clear()
+            self.motion.empty()
+            for unit in self.units:
+                self._enter(unit, getattr(self.states, level))
+            self._plan()
+
+    def _enter(self, unit: Unit, state: State) -> None:
+        """Brings the weights of `unit` into `state`, and gives them to the modules for good where that is how the computation takes them."""
+        was = unit.stored
+        if was is not None and was.state == state:
+            new = was
+        elif unit.parked is not None and unit.parked.state == state:
+            new = unit.parked
+        else:
+            new = self._residence.bring(unit, state, was)
+        if new is not None and state == self.states.offload:
+            unit.parked = new
+        elif unit.parked is not None and unit.parked.private_bytes and unit.parked.state.device == state.device:
+            unit.parked = None
+        unit.stored = new
+        here = new is not None and state.device == self.device
+        casts = any(unit.casts(source_of(unit), index) for index in range(len(unit.names)))
+        unit.ready = new if here and not casts else None
+        for index in range(len(unit.names)):
+            self.motion.unbind(unit, index)
+        if here:
+            self.motion.bind_uncast(unit, new.tensors)
+
+    def _plan(self) -> None:
+        """Decides which blocks may stay on the computing device, and makes the buffers for the others."""
+        self._may_prepare = self._choose() if self.level == "onload" else set()
+        if self.level == "onload" and self.limit_bytes != 0 and self.states.preparing.device != self.device:
+            for unit in self.blocks:  # takes no memory of the computing device
+                self._enter(unit, self.states.preparing)
+        self._residence.finish()
+        moving = [unit for unit in self.blocks if unit.ready is None and unit.position not in self._may_prepare]
+        streamed = [unit for unit in moving if unit.stored is None or unit.stored.state.device != self.device]
+        self.motion.plan(streamed, max((self._cast_bytes(layer) for layer in self.layers), default=0))
+
+    def _choose(self) -> set[int]:
+        """Positions of the blocks that may enter the preparing state on the computing device."""
+        preparing = self.states.preparing
+        if self.limit_bytes == 0 or preparing == self.states.onload or preparing.device != self.device:
+            return set()
+        blocks = self.blocks
+        if self.limit_bytes is None:
+            return {unit.position for unit in blocks}
+        sizes = [stored_layout(unit, preparing.dtype).nbytes for unit in blocks]
+        used = memory.allocated(self.device) if self.device.type != "cpu" else 0
+        used += sum(unit.computing.nbytes for unit in self.units if not unit.block)
+        used += max((self._cast_bytes(layer) for layer in self.layers), default=0)
+        fetched = max((source_of(unit).layout.nbytes for unit in blocks), default=0) * self.motion.staging
+        picked = most_that_fit(sizes, self.limit_bytes, lambda chosen: used + (fetched if chosen < len(blocks) else 0))
+        return {blocks[index].position for index in picked}
+
+    def _cast_bytes(self, layer: Layer) -> int:
+        """What casting `layer` needs, as its block is stored or as it may be stored while it is prepared."""
+        unit = layer.unit
+        if not unit.block or unit.ready is not None:
+            return 0
+        prepared = self.level == "onload" and self.limit_bytes != 0 and not self.states.preparing.on_disk
+        layouts = [source_of(unit).layout, *([stored_layout(unit, self.states.preparing.dtype)] if prepared else [])]
+        computing = unit.computing.fields
+        needed = lambda layout: (
+            lay_out(  # noqa: E731
+                (computing[index].dtype, computing[index].shape)
+                for index in layer.leaves
+                if layout.fields[index].dtype != computing[index].dtype or unit.on_disk.factors[index] != 1.0
+            ).nbytes
+        )
+        return max(needed(layout) for layout in layouts)
+
+    def _make_parameters(self, device: str | None = None) -> None:
+        """Parameters of the computation's shape, dtype and (or on `device`) device that hold no numbers yet."""
+        for unit in self.units:
+            for index, places in enumerate(unit.targets):
+                with torch.inference_mode(False):
+                    nothing = self.motion.placeholder(unit, index)
+                    nothing = torch.empty_like(nothing, device=device) if device else nothing
+                parameter = nn.Parameter(nothing, requires_grad=False)
+                for owner, leaf in places:
+                    if leaf in owner._parameters:
+                        owner._parameters[leaf] = parameter
+                    else:
+                        owner._buffers[leaf] = nothing
+
+    def _watch(self) -> None:
+        """Before each use of a block or a layer its weights are brought, and after it they go."""
+        for unit in self.units:
+            own = [layer for layer in self.layers if layer.unit is unit]
+            watched = [(unit.module, None)] * unit.block + [(layer.module, layer) for layer in own]
+            for module, layer in watched:
+                hook = partial(before, self, unit, layer)
+                self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            for module, layer in reversed(watched):
+                hook = partial(after, self, unit, layer)
+                self._hooks.append(module.register_forward_hook(hook, with_kwargs=True, always_call=True))
+
+
+def _layers(units: list[Unit]) -> list[Layer]:
+    """The modules that own tensors, unit by unit."""
+    found: list[Layer] = []
+    for unit in units:
+        owned: dict[nn.Module, dict[int, str]] = {}
+        for index, places in enumerate(unit.targets):
+            for owner, leaf in places:
+                owned.setdefault(owner, {})[index] = leaf
+        for owner, leaves in owned.items():
+            found.append(Layer(owner, unit, leaves, key=len(found)))
+    return found
+
+
+def _move_others(module: nn.Module, known: dict[str, Unit], device: torch.device) -> None:
+    """What is not in the file (rotary tables, adapters added before) goes to the computing device and stays there."""
+    load.move_rest(module, device)
+    owned = {id(getattr(owner, leaf)) for unit in known.values() for places in unit.targets for owner, leaf in places}
+    for name, parameter in module.named_parameters():
+        if id(parameter) not in owned:
+            assert parameter.device.type != "meta", f"{name} has no memory and is not in the file"
+            parameter.data = parameter.data.to(device)

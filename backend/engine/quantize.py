@@ -1,0 +1,137 @@
+"""Eight-bit storage of weights: into it, and exactly out of it.
+
+FP8 here is *storage*: matrices lie in one byte a number and are cast to the computation dtype right before they are used. It
+saves memory and moved bytes, and is not faster than bfloat16. Matrices of a block are stored with one power of two a tensor
+(`exponent`), so that their largest number fills the format: trained weights near 0.02 would otherwise fall among the
+format's subnormal numbers. A power of two costs nothing when casting back and rounds nothing.
+
+Casting to bfloat16 on a CPU is done by four integer operations over cache-sized chunks: widen the byte with its sign, shift
+exponent and mantissa to bfloat16's places, mask, and multiply by the power of two that makes up for the other exponent bias.
+This is exact for every finite code, subnormal ones too. Codes that are no finite number (`special`) have to be put in by hand, which is
+only done where there are any.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+CHUNK = 1 << 19  # numbers cast at a time: one MiB of bfloat16 stays in the second-level cache
+
+
+@dataclass(frozen=True)
+class Format:
+    """One 8-bit float: its torch dtype, its largest number, and how its bits become those of bfloat16."""
+
+    dtype: torch.dtype
+    largest: float
+    shift: int  # places to the left that bring the exponent's lowest bit to bit 7
+    mask: int  # sign, exponent and mantissa after the shift, as a signed 16-bit number
+    exponent: int  # difference of the exponent biases
+    special: tuple[int, ...]  # codes, as signed bytes, that stand for no finite number
+
+
+FORMATS = {
+    "float8_e4m3fn": Format(torch.float8_e4m3fn, 448.0, 4, 0x87F0 - 0x10000, 120, (0x7F, -1)),
+    "float8_e4m3fnuz": Format(torch.float8_e4m3fnuz, 240.0, 4, 0x87F0 - 0x10000, 119, (-128,)),
+    "float8_e5m2": Format(torch.float8_e5m2, 57344.0, 5, 0x8FE0 - 0x10000, 112, (124, 125, 126, 127, -4, -3, -2, -1)),
+}
+_BY_DTYPE = {form.dtype: form for form in FORMATS.values()}
+
+
+def is_float8(dtype: torch.dtype) -> bool:
+    """Whether `dtype` is one of the formats that weights can be stored in."""
+    return dtype in _BY_DTYPE
+
+
+def has_special(codes: torch.Tensor) -> bool:
+    """Whether any code of a float8 tensor is NaN or infinite. Slower than a cast: ask once and remember."""
+    found = codes.reshape(-1).view(torch.int8)
+    return any(bool((found == code).any()) for code in _BY_DTYPE[codes.dtype].special)
+
+
+def exponent_for(weight: torch.Tensor, dtype: torch.dtype) -> int:
+    """The power of two that scales the largest number of `weight` to just inside the range of `dtype`; 0 for zeros and NaN."""
+    largest = float(weight.detach().abs().max()) if weight.numel() else 0.0
+    if not (0.0 < largest < math.inf):
+        return 0
+    return max(-100, min(100, math.floor(math.log2(_BY_DTYPE[dtype].largest / largest))))
+
+
+def store(weight: torch.Tensor, codes: torch.Tensor) -> int:
+    """Rounds `weight` (float32, float16 or bfloat16) to the nearest codes, in place in `codes` (float8, same shape), and returns
+    the exponent: `weight` is about `codes` / 2**exponent, with a relative error of at most 2**-4 (e5m2: 2**-3) of each normal number."""
+    exponent = exponent_for(weight, codes.dtype)
+    if exponent == 0:
+        codes.copy_(weight)
+        return 0
+    source, target = weight.reshape(-1), codes.view(-1)
+    for start in range(0, source.numel(), CHUNK):
+        piece = source[start : start + CHUNK].to(torch.float32)
+        target[start : start + CHUNK].copy_(piece.mul_(2.0**exponent))
+    return exponent
+
+
+def cast(
+    codes: torch.Tensor, out: torch.Tensor, *, factor: float | torch.Tensor = 1.0, special: bool | None = None
+) -> torch.Tensor:
+    """`codes` (float8) times `factor`, written to `out` (same shape, contiguous; bfloat16, float16 or float32), rounded once.
+
+    `factor` is a number or a float32 tensor that broadcasts against the weight (the scales of scaled 8-bit files: one, or one a row).
+    `special` says whether any code is NaN or infinite; None looks. Exact when `factor` is a power of two in range.
+    """
+    if isinstance(factor, torch.Tensor) and factor.numel() == 1:
+        factor = float(factor)
+    number = factor if isinstance(factor, float) else 1.0
+    if codes.device.type != "cpu":
+        _cast_by_torch(codes, out, number)
+    elif out.dtype is torch.bfloat16 and 2.0**-100 < abs(number) < 64.0:
+        _cast_to_bfloat16(codes.reshape(-1), out.view(-1), number, has_special(codes) if special is None else special)
+    else:
+        _cast_by_chunks(codes.reshape(-1), out.view(-1), number, has_special(codes) if special is None else special)
+    if isinstance(factor, torch.Tensor):
+        shaped = factor.reshape(factor.shape + (1,) * (out.ndim - factor.ndim))
+        out.copy_(out.to(torch.float32).mul_(shaped.to(device=out.device, dtype=torch.float32)))
+    return out
+
+
+def _cast_by_torch(codes: torch.Tensor, out: torch.Tensor, factor: float) -> None:
+    out.copy_(codes)
+    if factor != 1.0:
+        out.mul_(factor)
+
+
+def _cast_to_bfloat16(codes: torch.Tensor, out: torch.Tensor, factor: float, special: bool) -> None:
+    form = _BY_DTYPE[codes.dtype]
+    scale = math.ldexp(factor, form.exponent)
+    signed, bits = codes.view(torch.int8), out.view(torch.int16)
+    for start in range(0, codes.numel(), CHUNK):
+        piece = bits[start : start + CHUNK]
+        piece.copy_(signed[start : start + CHUNK])
+        piece.bitwise_left_shift_(form.shift).bitwise_and_(form.mask)
+        out[start : start + CHUNK].mul_(scale)
+    if special:
+        _put_special(codes, out)
+
+
+def _put_special(codes: torch.Tensor, out: torch.Tensor) -> None:
+    """Replaces what the integer path made of NaN and infinite codes by what they stand for."""
+    form, signed = _BY_DTYPE[codes.dtype], codes.view(torch.int8)
+    for code in form.special:
+        value = torch.tensor([code], dtype=torch.int8).view(form.dtype).to(torch.float32).item()
+        out.masked_fill_(signed == code, value)
+
+
+def _cast_by_chunks(codes: torch.Tensor, out: torch.Tensor, factor: float, special: bool) -> None:
+    """The exact bfloat16 of each chunk first, then the factor in float32, then `out`'s dtype."""
+    exact = torch.empty(min(CHUNK, codes.numel()), dtype=torch.bfloat16)
+    for start in range(0, codes.numel(), CHUNK):
+        piece = exact[: min(CHUNK, codes.numel() - start)]
+        _cast_to_bfloat16(codes[start : start + CHUNK], piece, 1.0, special)
+        target = out[start : start + CHUNK]
+        if factor == 1.0:
+            target.copy_(piece)
+        else:
+            target.copy_(piece.to(torch.float32).mul_(factor))

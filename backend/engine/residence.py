@@ -1,0 +1,100 @@
+"""A unit's weights brought into a state: mapped, read, rounded to FP8 or copied to a device, without a second copy of anything.
+
+What lies in the file as it is wanted, in RAM that computes, is a private view of the mapped file. Everything else goes through one scratch buffer
+of the size of the largest tensor, so that loading never needs more than what is to stay and that buffer.
+"""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import torch
+
+from backend.engine import load, memory
+from backend.engine.states import State
+from backend.engine.stream import Layout, allocate, lay_out, views
+from backend.engine.units import Stored, Unit, convert, stored_layout
+
+PINNED_SHARE = 0.5  # of RAM may be pinned; what is beyond goes through two small pinned buffers
+
+
+class Residence:
+    """Makes `Stored`s for a part that computes on `computing`. `finish` after a run of `bring`s frees what was needed for them only."""
+
+    def __init__(self, reader, computing: torch.device):
+        self.reader, self.computing = reader, computing
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._scratch: torch.Tensor | None = None
+        self._pinned_left = int(memory.ram()[0] * PINNED_SHARE) if computing.type != "cpu" else 0
+
+    def bring(self, unit: Unit, state: State, source: Stored | None) -> Stored | None:
+        """The weights of `unit` in `state`, copied from `source` where that holds the same numbers, else from the file; None on disk."""
+        if state.on_disk:
+            return None
+        layout = stored_layout(unit, state.dtype)
+        if state.device.type == "cpu" and self.computing.type == "cpu":
+            return self._in_ram(unit, state, layout)
+        buffer = self._buffer(layout.nbytes, state.device)
+        if source is not None and source.layout == layout and source.buffer is not None:
+            buffer.copy_(source.buffer)
+            return Stored(layout, source.factors, source.special, state, views(buffer, layout), buffer, layout.nbytes)
+        return self._read_into(unit, state, layout, buffer)
+
+    def finish(self) -> None:
+        """Drops the scratch buffer and the mappings; views of a mapping keep it alive."""
+        self._maps.clear()
+        self._scratch = None
+
+    def _in_ram(self, unit: Unit, state: State, layout: Layout) -> Stored:
+        """Views of the file where the dtype is right, and one buffer for the others."""
+        kept = [raw.dtype == wanted.dtype for raw, wanted in zip(unit.raw.fields, layout.fields)]
+        others = lay_out((field.dtype, field.shape) for field, same in zip(layout.fields, kept) if not same)
+        buffer = allocate(others.nbytes, state.device)
+        cast = iter(views(buffer, others))
+        tensors, factors, special = [], list(unit.on_disk.factors), list(unit.on_disk.special)
+        for index, (at, same) in enumerate(zip(unit.tensors, kept, strict=True)):
+            if same:
+                with torch.inference_mode(False):
+                    tensors.append(load.view(at, self._map(at.file)))
+            else:
+                tensors.append(next(cast))
+                raw = self._read_one(unit, index)
+                factors[index], special[index] = convert(
+                    raw, tensors[-1], unit.on_disk.factors[index], unit.on_disk.special[index]
+                )
+        return Stored(layout, tuple(factors), special, state, tensors, None, others.nbytes)
+
+    def _read_into(self, unit: Unit, state: State, layout: Layout, buffer: torch.Tensor) -> Stored:
+        tensors, factors, special = views(buffer, layout), list(unit.on_disk.factors), list(unit.on_disk.special)
+        if state.device.type == "cpu" and unit.raw == layout:
+            self.reader.read(unit.spans, buffer)
+        else:
+            for index, tensor in enumerate(tensors):
+                raw = self._read_one(unit, index)
+                raw = raw.to(state.device)
+                factors[index], special[index] = convert(
+                    raw, tensor, unit.on_disk.factors[index], unit.on_disk.special[index]
+                )
+        return Stored(layout, tuple(factors), special, state, tensors, buffer, layout.nbytes)
+
+    def _read_one(self, unit: Unit, index: int) -> torch.Tensor:
+        """Tensor `index` as the file has it, in the scratch buffer."""
+        layout = lay_out([(unit.raw.fields[index].dtype, unit.raw.fields[index].shape)])
+        if self._scratch is None or self._scratch.numel() < layout.nbytes:
+            self._scratch = None
+            self._scratch = allocate(layout.nbytes, torch.device("cpu"), pinned=self.computing.type == "cuda")
+        if layout.nbytes:
+            self.reader.read_tensors([unit.tensors[index]], layout, self._scratch)
+        return views(self._scratch, layout)[0]
+
+    def _buffer(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        pinned = device.type == "cpu" and self.computing.type == "cuda" and nbytes <= self._pinned_left
+        if pinned:
+            self._pinned_left -= nbytes
+        return allocate(nbytes, device, pinned=pinned)
+
+    def _map(self, file: Path) -> mmap.mmap:
+        if file not in self._maps:
+            self._maps.update(load.open_maps([file]))
+        return self._maps[file]
