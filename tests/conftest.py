@@ -96,3 +96,11 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
         terminalreporter.write_line(f"{skipped} browser tests skipped: {NO_BROWSER}")
     for line in config.stash.get(_left, []):
         terminalreporter.write_line(f"A test left a process running, {line}", red=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny Qwen-Image of random weights."""
+    from tests.tiny_models import make_qwen_image
+
+    return make_qwen_image(tmp_path_factory.mktemp("models") / "tiny_qwen")

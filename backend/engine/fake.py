@@ -48,7 +48,7 @@ class FakeWork:
         self.loaded = model
 
     def generate(self, id: str, values: dict) -> None:
-        request = request_from_values(dict(values.get("request") or {}))
+        request = request_from_values(values["request"] if isinstance(values.get("request"), dict) else {})
         folder = Path(values.get("folder") or places().outputs)
         began = time.monotonic()
         self._ensure(id, request.model)

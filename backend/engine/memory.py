@@ -181,6 +181,18 @@ def _dtypes(device: torch.device) -> tuple[str, ...]:
     return DTYPES
 
 
+def best_dtype(device: str | torch.device) -> torch.dtype:
+    """What networks compute in there: bfloat16 where the device has it, else float32 (float16 on older cards)."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return (
+            torch.bfloat16
+            if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+            else torch.float32
+        )
+    return torch.bfloat16 if "bfloat16" in _dtypes(device) else torch.float16
+
+
 def allocated(device: str | torch.device) -> int:
     """Bytes of live tensors on the device; for the CPU the process's resident memory."""
     device = torch.device(device)

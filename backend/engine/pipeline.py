@@ -286,6 +286,12 @@ class Pipeline:
             smooth = (smooth / smooth.std()).to(self.device, self.dtype)
             self._linear.fit(smooth, self.family.decode(self.parts, smooth))
 
+    def use_loras(self, uses) -> tuple:
+        """Makes exactly the LoRAs `uses` act, with one receipt each."""
+        if uses:
+            raise Trouble("not_supported", "LoRAs are not there yet.")
+        return ()
+
     def close(self) -> None:
         """Gives the memory back; the pipeline cannot be used afterwards."""
         for placement in self.placements.values():

@@ -1,0 +1,254 @@
+"""What the worker does with a command: find the model, keep it loaded, draw, answer. One model at a time."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from PIL import Image
+
+from backend import families
+from backend.catalog import beside, download
+from backend.catalog.identify import identify_model
+from backend.catalog.spec import ModelSpec
+from backend.engine import Cancelled, light, memory, planning
+from backend.engine.pipeline import Pipeline, Step
+from backend.engine.png import Previews, free_path, save_png
+from backend.engine.wire import Wire
+from backend.schema.knobs import from_file_text
+from backend.schema.messages import Trouble
+from backend.schema.places import places
+from backend.schema.preferences import Preferences
+from backend.schema.request import (
+    GenerationRequest,
+    LoraReceipt,
+    Result,
+    request_from_values,
+    request_to_values,
+)
+
+MEMORY_SECONDS = 2.0
+
+
+class Work:
+    """The model on the card and what it was loaded for."""
+
+    def __init__(self, wire: Wire):
+        memory.prepare_process()
+        memory.set_threads()
+        self.wire = wire
+        self.preferences = read_preferences()
+        self.device = memory.check_device(self.preferences.device)
+        self.pipeline: Pipeline | None = None
+        self._model = ""
+        self._loaded_from: tuple = ()
+        self._placing = planning.Placing()
+        self._told_memory = 0.0
+
+    def about(self) -> dict:
+        card = memory.probe(self.device)
+        return {
+            "device": card.device,
+            "name": card.name,
+            "total_bytes": card.total_bytes,
+            "free_bytes": card.free_bytes,
+        }
+
+    def warm_up(self) -> None:
+        """Imports what the first request will need; two seconds that nobody waits for."""
+        for part in families.by_name("qwen_image").PARTS.values():
+            light.import_module(part.network.partition(":")[0])
+
+    def explain(self, error: Exception) -> Trouble | None:
+        """What an error means, where it means something to a person. Lets the model go where memory ran out."""
+        if not memory.is_out_of_memory(error):
+            return None
+        error.__traceback__ = None  # its frames hold the tensors
+        self._close()
+        return memory.out_of_memory(self.device, error, doing="drawing")
+
+    def load(self, id: str, values: dict) -> None:
+        request = (
+            asked(values) if "request" in values else asked({"request": {"model": values.get("model", "loft/starter")}})
+        )
+        self._ensure(id, request)
+        self.wire.say("loaded", id=id, model=request.model)
+        self._say_memory()
+
+    def generate(self, id: str, values: dict) -> None:
+        request = asked(values)
+        folder = Path(values.get("folder") or places().outputs)
+        began = time.monotonic()
+        pipeline = self._ensure(id, request)
+        peak = memory.Peak(self.device)
+        receipts = pipeline.use_loras(request.loras)
+        pipeline.notes.clear()
+        paths: list[Path] = []
+        last = time.monotonic()
+        for number, picture in enumerate(
+            pipeline.draw(request, on_step=self._watcher(id, peak), should_stop=lambda: self.wire.should_stop(id))
+        ):
+            paths.append(free_path(folder, request.seed + number))
+            now = time.monotonic()
+            made = self._settings(request, request.seed + number, now - last, receipts, peak.look())
+            save_png(picture, paths[-1], made)
+            last = now
+        self._answer(id, request, paths, time.monotonic() - began, receipts, peak.look())
+
+    def _answer(self, id: str, request, paths: list[Path], seconds: float, receipts, peak_bytes: int) -> None:
+        result = Result(
+            pictures=tuple(str(path) for path in paths),
+            seeds=tuple(request.seed + number for number in range(len(paths))),
+            seconds=seconds,
+            loras=receipts,
+            predicted_peak_bytes=self._placing.predicted_bytes,
+            measured_peak_bytes=peak_bytes,
+            notes=(*self._placing.notes, *self.pipeline.notes),
+        )
+        self.wire.say("result", id=id, **asdict(result))
+        self._say_memory()
+
+    def _settings(
+        self, request: GenerationRequest, seed: int, seconds: float, receipts: tuple[LoraReceipt, ...], peak_bytes: int
+    ) -> dict:
+        return {
+            "request": request_to_values(request),
+            "seed": seed,
+            "seconds": round(seconds, 3),
+            "loras": [asdict(receipt) for receipt in receipts],
+            "notes": [*self._placing.notes, *self.pipeline.notes],
+            "predicted_peak_bytes": self._placing.predicted_bytes,
+            "measured_peak_bytes": peak_bytes,
+        }
+
+    def _watcher(self, id: str, peak: memory.Peak):
+        previews = Previews(places().cache / "previews", id)
+
+        def on_step(step: Step) -> None:
+            peak.look()
+            self.wire.say(
+                "step",
+                id=id,
+                step=step.step,
+                steps=step.steps,
+                picture=step.picture,
+                seconds_left=round(step.seconds_left, 3),
+            )
+            picture: Image.Image | None = step.preview()
+            path = previews.write(picture) if picture else None
+            if path:
+                self.wire.say("preview", id=id, path=str(path), picture=step.picture)
+            if time.monotonic() - self._told_memory > MEMORY_SECONDS:
+                self._say_memory()
+
+        return on_step
+
+    def unload(self, id: str = "", values: dict | None = None) -> None:
+        self._close()
+        if values is not None:
+            self.wire.say("unloaded", id=id)
+            self._say_memory()
+
+    def tool(self, id: str, values: dict) -> None:
+        from backend.engine import lora_tools
+
+        self.wire.say("result", id=id, **lora_tools.run_tool(values))
+
+    def estimate(self, id: str, values: dict) -> None:
+        request = asked(values)
+        self.wire.say("estimate", id=id, **asdict(self._plan(self._spec(request), request)))
+
+    def _spec(self, request: GenerationRequest) -> ModelSpec:
+        path = download.find_model(request.model, folders=[Path(folder) for folder in self.preferences.model_folders])
+        spec = identify_model(path, families.FAMILIES)
+        return beside.completed(spec, families.by_name(spec.family))
+
+    def _plan(self, spec: ModelSpec, request: GenerationRequest):
+        reserve = int(self.preferences.reserve_gib * memory.GIB)
+        card = memory.probe(self.device, reserve_bytes=None if self.device.type == "cpu" else reserve)
+        return planning.plan_for(spec, card, request, self.preferences)
+
+    def _ensure(self, id: str, request: GenerationRequest) -> Pipeline:
+        """The pipeline of the request's model, loaded anew only where model, files, preferences or placement ask for it."""
+        self.preferences = read_preferences()
+        if memory.check_device(self.preferences.device) != self.device:
+            self._close()
+            self.device = memory.check_device(self.preferences.device)
+        spec = self._spec(request)
+        key = (request.model, stamp(spec), self.preferences)
+        if self.pipeline is not None and key != self._loaded_from:
+            self._close()
+        if self.pipeline is None or not self._placing.covers(request):
+            placing = planning.Placing.of(self._plan(spec, request), request)
+            if self.pipeline is not None and placing.placed != self._placing.placed:
+                self._close()
+                placing = planning.Placing.of(self._plan(spec, request), request)  # with the memory that is free now
+            self._placing = placing
+        if self.pipeline is None:
+            self.pipeline = self._load(id, spec)
+            self._loaded_from = key
+        return self.pipeline
+
+    def _load(self, id: str, spec: ModelSpec) -> Pipeline:
+        told = 0.0
+
+        def on_bytes(part: str, done: int, total: int) -> None:
+            nonlocal told
+            if self.wire.should_stop(id):
+                raise Cancelled
+            if done == total or time.monotonic() - told > 0.1:
+                told = time.monotonic()
+                self.wire.say("loading", id=id, part=part, done_bytes=done, total_bytes=total)
+
+        return Pipeline(
+            spec,
+            dtype=memory.best_dtype(self.device),
+            device=self.device,
+            configs=self._placing.configs,
+            vram_limit_bytes=self._placing.vram_limit_bytes,
+            tiled_vae=self._placing.tiled_vae,
+            on_bytes=on_bytes,
+        )
+
+    def _close(self) -> None:
+        if self.pipeline is not None:
+            self.pipeline.close()
+            self.pipeline, self._loaded_from = None, ()
+            memory.give_back(self.device)
+
+    def _say_memory(self) -> None:
+        self._told_memory = time.monotonic()
+        card = memory.probe(self.device)
+        self.wire.say(
+            "memory",
+            device=card.device,
+            total_bytes=card.total_bytes,
+            free_bytes=card.free_bytes,
+            used_bytes=memory.reserved(self.device),
+            used_by_others_bytes=card.used_by_others_bytes,
+            ram_total_bytes=card.ram_total_bytes,
+            ram_free_bytes=card.ram_free_bytes,
+        )
+
+
+def asked(values: dict) -> GenerationRequest:
+    """The request in a command. Raises Trouble where there is none, or a bad one."""
+    request = values.get("request")
+    if not isinstance(request, dict):
+        raise Trouble("bad_command", "The command brings no request.")
+    return request_from_values(request)
+
+
+def stamp(spec: ModelSpec) -> tuple:
+    """Changes when a file of the model does."""
+    files = sorted({file for part in spec.parts.values() for file in part.files})
+    return tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+
+
+def read_preferences() -> Preferences:
+    """What the person set; the defaults where nothing is."""
+    try:
+        return from_file_text(Preferences, (places().user / "preferences.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Preferences()
