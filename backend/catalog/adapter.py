@@ -13,8 +13,8 @@ from functools import lru_cache
 LAST = {  # last name of a key -> what the tensor is
     "alpha": "alpha",
     "dora_scale": "magnitude",
-    "magnitude": "magnitude",
-    "lora_magnitude_vector": "magnitude",
+    "magnitude": "magnitude_out",
+    "lora_magnitude_vector": "magnitude_out",
     "lora_A": "down",
     "lora_B": "up",
     "lora_down": "down",
@@ -44,7 +44,7 @@ LAST_TWO = {  # the two last names
     "lora_B.bias": "up_bias",
     "lora_down.bias": "down_bias",
     "lora_up.bias": "up_bias",
-    "lora_magnitude_vector.weight": "magnitude",
+    "lora_magnitude_vector.weight": "magnitude_out",
     "lora.alpha": "alpha",
     "lora_linear_layer.alpha": "alpha",
     "oft_R.weight": "oft",
@@ -54,7 +54,7 @@ LAST_TWO = {  # the two last names
 NAMED = {
     "lora_A": "down",
     "lora_B": "up",
-    "lora_magnitude_vector": "magnitude",
+    "lora_magnitude_vector": "magnitude_out",
     "lora_embedding_A": "down",
     "lora_embedding_B": "up",
 }
@@ -77,6 +77,7 @@ ALGORITHMS = {  # what a module's tensors are called -> how people call the meth
     "diff_b": "full",
     "diff_m": "full",
     "magnitude": "DoRA",
+    "magnitude_out": "DoRA",
     "oft": "OFT",
     "glora_a1": "GLoRA",
     "ia3_on_input": "(IA)3",

@@ -124,7 +124,7 @@ def _check_length(path: Path, start: bytes, length: int, nbytes: int) -> None:
         raise Trouble(
             "not_recognised",
             f"{path.name} is a pickle (a .pt, .ckpt or .bin file), not a safetensors file.",
-            hint="Convert it: python -m backend.engine.lora_tools unpickle FILE.",
+            hint="Convert it: python -m backend.engine.lora_tools to_safetensors FILE.",
         )
     if length > nbytes - 8:
         raise damaged(

@@ -98,10 +98,14 @@ def _walk(folder: Path) -> Iterable[Path]:
 def _pipeline_folder(path: Path, families: tuple[ModuleType, ...]) -> ModelSpec:
     said = read_json(path / "model_index.json") or {}
     folders = sorted({part.folder for family in families for part in family.PARTS.values()})
-    heaps = [(name, _heap(_component_files(path / name))) for name in folders if (path / name).is_dir()]
-    pieces = [(heap, _find(heap, families)) for _, heap in heaps]
-    evidence = (f"model_index.json says {said['_class_name']}",) if isinstance(said.get("_class_name"), str) else ()
-    return _assembled(pieces, families, path, evidence)
+    heaps = [_heap(_component_files(path / name)) for name in folders if (path / name).is_dir()]
+    pieces = [(heap, find_parts(heap.tensors, heap.metadata, families, folder=heap.folder)) for heap in heaps]
+    evidence = [f"model_index.json says {said['_class_name']}"] if isinstance(said.get("_class_name"), str) else []
+    unknown = [heap for heap, found in pieces if not found]
+    if len(unknown) == len(pieces) or any(heap.folder.name in ("transformer", "unet") for heap in unknown):
+        raise _stranger(unknown[0])
+    evidence += [f"{heap.folder.name}: of no known kind, left alone" for heap in unknown]
+    return _assembled([piece for piece in pieces if piece[1]], families, path, tuple(evidence))
 
 
 def _component_files(folder: Path) -> tuple[Path, ...]:
@@ -113,7 +117,7 @@ def _component_files(folder: Path) -> tuple[Path, ...]:
     if not files:
         pickles = [found.name for found in folder.iterdir() if found.suffix in (".bin", ".pt", ".pth", ".ckpt")]
         hint = (
-            f"{pickles[0]} is a pickle; convert it: python -m backend.engine.lora_tools unpickle FILE."
+            f"{pickles[0]} is a pickle; convert it: python -m backend.engine.lora_tools to_safetensors FILE."
             if pickles
             else ""
         )

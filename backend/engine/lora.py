@@ -1,0 +1,335 @@
+"""LoRA files on loaded parts: read in any dialect, checked whole before anything changes, added beside the weights or into them.
+
+    adapters = Adapters({"dit": module}, family=family, specs={"dit": part_spec})
+    receipt = adapters.add("style.safetensors", strength=0.8, hot=True)
+    adapters.set_strength(receipt, 0.5); adapters.remove(receipt); adapters.clear()
+
+For a module on its own, `load(module, file)` keeps such an object for it. Every application answers with a receipt that names what was
+matched and what was not, and why; nothing matched is an error and changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from backend.catalog.adapter import plain
+from backend.catalog.spec import PartSpec
+from backend.engine import lora_cold, lora_hot, placement
+from backend.engine.lora_body import Change
+from backend.engine.lora_read import read_lora
+from backend.engine.lora_source import open_source
+from backend.schema.messages import Trouble
+from backend.schema.request import LoraReceipt, LoraUse
+
+OWN = "_own_adapters"
+FileOrTensors = str | os.PathLike | Mapping[str, torch.Tensor]
+
+
+@dataclass
+class Loaded:
+    """One LoRA that acts. `changes`: by part; for a cold one they are dropped and read again from the file when needed."""
+
+    source: FileOrTensors
+    receipt: LoraReceipt
+    names: dict[str, tuple[str, ...]]  # part -> parameters it changes
+    changes: dict[str, list[Change]] | None = None
+    hot: dict[str, bool] = field(default_factory=dict)  # part -> beside the weights, or in them
+
+
+class Adapters:
+    """What acts on a set of parts (`modules`: part name -> module), in the order in which it was added.
+
+    `specs` tell where the parts' weights are stored, so that they can be read again; a part without one keeps a copy of what is fused
+    into. `family` gives the spellings of module names; None: found by the modules' classes among `families`.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        *,
+        family: ModuleType | None = None,
+        specs: Mapping[str, PartSpec] | None = None,
+        families: Iterable[ModuleType] | None = None,
+    ):
+        if families is None:
+            from backend.families import FAMILIES as families
+        self.modules, self.specs, self.families = dict(modules), dict(specs or {}), tuple(families)
+        self.family = family or _family_of(self.modules, self.families)
+        self.loaded: list[Loaded] = []
+        self._kept: dict[tuple[str, str], torch.Tensor] = {}
+        self._prefers_hot: set[str] = set()
+
+    @property
+    def receipts(self) -> tuple[LoraReceipt, ...]:
+        """Of everything that acts now."""
+        return tuple(one.receipt for one in self.loaded)
+
+    def prefer_hot(self, part: str | None = None) -> None:
+        """From now on a LoRA acts beside the weights unless it is said otherwise (of every part, or of one)."""
+        self._prefers_hot |= {part} if part else set(self.modules)
+
+    def add(
+        self,
+        source: FileOrTensors,
+        *,
+        strength: float = 1.0,
+        hot: bool | None = None,
+        part: str | None = None,
+        name: str = "",
+    ) -> LoraReceipt:
+        """Adds a LoRA. `part`: where names without a prefix belong, and the one part it may touch beside the text encoders; None: any.
+
+        `hot` None: beside the weights where they are placed or `prefer_hot` was called, else into them. Raises Trouble, with nothing
+        changed, for a damaged or incomplete file, one for another model, an algorithm that is not read, or no match at all.
+        """
+        _check_strength(strength)
+        opened = open_source(source, name)
+        found = read_lora(opened, self.modules, self.family, self.families, weight_of=self._base_of, first=part)
+        modes = {part: self._is_hot(part, hot) for part in found.changes}
+        receipt = LoraReceipt(
+            name=opened.name,
+            path=str(opened.path or ""),
+            hash=opened.hash,
+            strength=strength,
+            mode="hot" if any(modes.values()) else "cold",
+            layers_applied=found.num_applied,
+            layers_found=found.num_found,
+            dialect=found.dialect,
+            unused=found.unused,
+            notes=found.notes,
+        )
+        names = {part: tuple(change.name for change in changes) for part, changes in found.changes.items()}
+        kept = found.changes if any(modes.values()) or opened.path is None else None
+        one = Loaded(opened.path or source, receipt, names, kept, modes)
+        self._keep_originals(one)
+        self.loaded.append(one)
+        for part, changes in found.changes.items():
+            if modes[part]:
+                self._refresh_hot(part, {change.module for change in changes})
+            else:
+                self._fuse(part, changes, strength)
+        return receipt
+
+    def set_strength(self, which: LoraReceipt | str, strength: float) -> LoraReceipt:
+        """The same LoRA at another strength; its file is not read again if it is hot. Answers the new receipt."""
+        _check_strength(strength)
+        one = self._find(which)
+        if one.receipt.strength == strength:
+            return one.receipt
+        cold = [part for part, hot in one.hot.items() if not hot]
+        again = self._changes_again(one) if cold else {}
+        one.receipt = replace(one.receipt, strength=strength)
+        for part, hot in one.hot.items():
+            if hot:
+                self._refresh_hot(part, _modules(one.names[part]))
+            else:
+                self._rebuild_cold(part, set(one.names[part]), known={id(one): again})
+        return one.receipt
+
+    def remove(self, which: LoraReceipt | str) -> None:
+        """Takes one LoRA off; the others stay as they are."""
+        one = self._find(which)
+        others = [other for other in self.loaded if other is not one]
+        known = {}
+        for part in (part for part, hot in one.hot.items() if not hot):
+            for other in others:
+                if not other.hot.get(part, True) and set(other.names[part]) & set(one.names[part]):
+                    known[id(other)] = self._changes_again(other)
+        self.loaded = others
+        for part, hot in one.hot.items():
+            if hot:
+                self._refresh_hot(part, _modules(one.names[part]))
+            else:
+                self._rebuild_cold(part, set(one.names[part]), known=known)
+
+    def clear(self, part: str | None = None) -> None:
+        """Takes everything off (of one part, or of all): every weight is the file's again, bit for bit."""
+        for name in [part] if part else list(self.modules):
+            touched = {key for one in self.loaded if not one.hot.get(name, True) for key in one.names[name]}
+            hot = {module for one in self.loaded if one.hot.get(name) for module in _modules(one.names[name])}
+            for one in self.loaded:
+                one.hot.pop(name, None)
+                one.names.pop(name, None)
+                if one.changes is not None:
+                    one.changes.pop(name, None)
+            self.loaded = [one for one in self.loaded if one.hot]
+            for key in touched:
+                self._restore(name, key)
+            self._refresh_hot(name, hot)
+
+    def use(self, wanted: Sequence[LoraUse], *, hot: bool | None = None) -> tuple[LoraReceipt, ...]:
+        """Makes exactly these LoRAs act, each at its strength, with as little work as that takes. Nothing changes if one is not readable."""
+        wanted = [one for one in wanted if one.strength != 0.0]
+        paths = [os.fspath(one.path) for one in wanted]
+        if len(set(paths)) != len(paths):
+            raise Trouble(
+                "bad_value", f"{max(paths, key=paths.count)} is asked for twice.", hint="Ask for it once, at the sum."
+            )
+        before = {one.receipt.path: one for one in self.loaded}
+        added: list[LoraReceipt] = []
+        try:
+            for one in wanted:
+                if os.fspath(one.path) not in before:
+                    added.append(self.add(one.path, strength=one.strength, hot=hot))
+        except Trouble:
+            for receipt in added:
+                self.remove(receipt)
+            raise
+        for path, one in before.items():
+            if path not in paths:
+                self.remove(one.receipt)
+        for one in wanted:
+            if os.fspath(one.path) in before:
+                self.set_strength(before[os.fspath(one.path)].receipt, one.strength)
+        order = {path: place for place, path in enumerate(paths)}
+        return tuple(sorted(self.receipts, key=lambda receipt: order.get(receipt.path, len(order))))
+
+    def _find(self, which: LoraReceipt | str) -> Loaded:
+        for one in self.loaded:
+            receipt = one.receipt
+            if receipt is which or (
+                isinstance(which, str) and which and which in (receipt.path, receipt.name, receipt.hash)
+            ):
+                return one
+            if isinstance(which, LoraReceipt) and (which.path, which.hash, which.name) == (
+                receipt.path,
+                receipt.hash,
+                receipt.name,
+            ):
+                return one
+        name = which.name if isinstance(which, LoraReceipt) else which
+        raise Trouble(
+            "bad_value", f"No LoRA {name!r} is loaded.", hint=f"Loaded: {', '.join(self._names()) or 'none'}."
+        )
+
+    def _names(self) -> list[str]:
+        return [one.receipt.name for one in self.loaded]
+
+    def _is_hot(self, part: str, asked: bool | None) -> bool:
+        placed = placement.of(self.modules[part])
+        fixed = placed is not None and not placed.changeable
+        if asked is False and fixed:
+            raise Trouble(
+                "bad_value",
+                f"The weights of {part} are moved or stored in 8 bits, so a LoRA cannot be fused into them.",
+                hint="Leave hotload out, or set it to True.",
+            )
+        if asked is not None:
+            return asked
+        return part in self._prefers_hot or placed is not None
+
+    def _base_of(self, part: str, name: str) -> torch.Tensor:
+        """The unchanged values of a parameter, whatever has been fused into it and wherever it lies; on the CPU."""
+        module, spec = self.modules[part], self.specs.get(part)
+        weight = lora_cold.parameter(module, name)
+        if (part, name) in self._kept or any(
+            not one.hot.get(part, True) and name in one.names[part] for one in self.loaded
+        ):
+            return lora_cold.original(name, spec, _of(self._kept, part), weight)
+        placed = placement.of(module)
+        if placed is not None and not placed.changeable:
+            return placed.read(name).cpu()
+        return weight.detach().cpu()
+
+    def _keep_originals(self, one: Loaded) -> None:
+        """Where no file tells what a weight was, a copy of it is kept while something is fused into it."""
+        for part, hot in one.hot.items():
+            spec = self.specs.get(part)
+            for name in () if hot else one.names[part]:
+                if (spec is None or name not in spec.tensors) and (part, name) not in self._kept:
+                    self._kept[part, name] = lora_cold.parameter(self.modules[part], name).detach().cpu().clone()
+
+    def _fuse(self, part: str, changes: list[Change], strength: float, names: set[str] | None = None) -> None:
+        for change in changes:
+            if names is None or change.name in names:
+                base = self._base_of(part, change.name) if change.dora else None
+                lora_cold.fuse(lora_cold.parameter(self.modules[part], change.name), change, strength, base)
+
+    def _changes_again(self, one: Loaded) -> dict[str, list[Change]]:
+        """The changes of a LoRA, read again if they were dropped. Raises Trouble if the file is not what it was."""
+        if one.changes is not None:
+            return one.changes
+        opened = open_source(one.source, one.receipt.name)
+        if opened.hash != one.receipt.hash:
+            raise Trouble(
+                "damaged", f"{opened.name} has changed since it was loaded.", hint="Clear the LoRAs and load it anew."
+            )
+        found = read_lora(opened, self.modules, self.family, self.families, weight_of=self._base_of)
+        return found.changes
+
+    def _rebuild_cold(self, part: str, names: set[str], *, known: Mapping[int, Mapping[str, list[Change]]]) -> None:
+        """Weights `names` as their file has them, and then everything that is still fused into them."""
+        again = [
+            (one, known.get(id(one)) or self._changes_again(one))
+            for one in self.loaded
+            if not one.hot.get(part, True) and names & set(one.names[part])
+        ]
+        for name in names:
+            self._restore(part, name)
+        for one, changes in again:
+            self._fuse(part, changes[part], one.receipt.strength, names)
+
+    def _restore(self, part: str, name: str) -> None:
+        weight = lora_cold.parameter(self.modules[part], name)
+        lora_cold.restore(weight, lora_cold.original(name, self.specs.get(part), _of(self._kept, part), weight))
+        if not any(not one.hot.get(part, True) and name in one.names[part] for one in self.loaded):
+            self._kept.pop((part, name), None)
+
+    def _refresh_hot(self, part: str, modules: Iterable[str]) -> None:
+        """Makes the branches beside `modules` what the loaded LoRAs say."""
+        uses: dict[str, list[tuple[Change, float]]] = {name: [] for name in modules}
+        for one in self.loaded:
+            if one.hot.get(part):
+                for change in one.changes[part]:
+                    if change.module in uses:
+                        uses[change.module].append((change, one.receipt.strength))
+        for name, here in uses.items():
+            lora_hot.attach(self.modules[part].get_submodule(name), here)
+
+
+def _modules(names: Iterable[str]) -> set[str]:
+    return {name.rpartition(".")[0] for name in names}
+
+
+def _of(kept: Mapping[tuple[str, str], torch.Tensor], part: str) -> dict[str, torch.Tensor]:
+    return {name: tensor for (owner, name), tensor in kept.items() if owner == part}
+
+
+def _check_strength(strength: float) -> None:
+    if not isinstance(strength, int | float) or strength != strength or abs(strength) == float("inf"):
+        raise Trouble("bad_value", f"A LoRA's strength must be a finite number, not {strength!r}.")
+
+
+def _family_of(modules: Mapping[str, nn.Module], families: Sequence[ModuleType]) -> ModuleType | None:
+    """The family whose networks these modules are."""
+    for part, module in modules.items():
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        for family in families:
+            described = family.PARTS.get(part)
+            if described and described.network.rpartition(":")[2] in kinds:
+                return family
+    return None
+
+
+def of(module: nn.Module) -> Adapters:
+    """The adapters of a module that stands alone; they live as long as it does."""
+    if OWN not in module.__dict__:
+        part = "text_encoder" if hasattr(module, "get_input_embeddings") else "dit"
+        module.__dict__[OWN] = Adapters({part: module})
+    return module.__dict__[OWN]
+
+
+def load(module: nn.Module, source: FileOrTensors, *, strength: float = 1.0, hot: bool | None = None) -> LoraReceipt:
+    """Adds a LoRA to any module by itself (a diffusers transformer or UNet); `of(module)` takes it off or changes it."""
+    return of(module).add(source, strength=strength, hot=hot)
+
+
+def clear(module: nn.Module) -> None:
+    """Takes off what `load` added."""
+    of(module).clear()

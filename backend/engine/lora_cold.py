@@ -1,0 +1,63 @@
+"""Cold LoRA: changes added into resident weights, and weights put back exactly as their file has them.
+
+The change is computed and added in float32 and rounded once to the weight's dtype, in strips of rows that stay in the processor's cache.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from backend.catalog.spec import PartSpec
+from backend.engine import load
+from backend.engine.lora_body import Change, LowRank
+
+STRIP = 1 << 17  # numbers of a weight worked on at a time: half a MiB of float32
+
+
+def parameter(module: nn.Module, name: str) -> torch.Tensor:
+    """The parameter or buffer `name` (dotted) of `module`."""
+    path, _, leaf = name.rpartition(".")
+    return getattr(module.get_submodule(path), leaf)
+
+
+@torch.no_grad()
+def fuse(weight: torch.Tensor, change: Change, strength: float, base: torch.Tensor | None = None) -> None:
+    """weight += strength * change, in place. `base`: the unchanged weight, needed where the change is a DoRA."""
+    body = change.body
+    if isinstance(body, LowRank) and change.dora is None:
+        _add_low_rank(weight, body, strength)
+        return
+    delta = change.dense(None if base is None else base.cpu()).mul_(strength)
+    weight.copy_(weight.float().add_(delta.to(weight.device)))
+
+
+def _add_low_rank(weight: torch.Tensor, body: LowRank, strength: float) -> None:
+    scale = strength * body.scale
+    flat = weight.view(weight.shape[0], -1) if weight.ndim > 1 else weight.view(-1, 1)
+    up = body.up.to(weight.device, torch.float32)
+    down = body.down.flatten(1).to(weight.device, torch.float32)
+    if weight.dtype == torch.float32:
+        flat.addmm_(up, down, alpha=scale)
+        return
+    rows = max(1, STRIP // flat.shape[1]) if weight.device.type == "cpu" else flat.shape[0]
+    strip = torch.empty(min(rows, flat.shape[0]), flat.shape[1], dtype=torch.float32, device=weight.device)
+    for start in range(0, flat.shape[0], rows):
+        target = flat[start : start + rows]
+        part = strip[: target.shape[0]]
+        part.copy_(target)
+        part.addmm_(up[start : start + rows], down, alpha=scale)
+        target.copy_(part)
+
+
+def original(name: str, part: PartSpec | None, kept: dict[str, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """The unchanged values of the parameter `name`: from its file, or where there is no file from the copy that was kept."""
+    if part is None or name not in part.tensors:
+        return kept[name]
+    return load.read_tensor(part.tensors[name], part.scales.get(name)).to(like.dtype)
+
+
+@torch.no_grad()
+def restore(weight: torch.Tensor, values: torch.Tensor) -> None:
+    """Puts `values` back, bit for bit."""
+    weight.copy_(values.view(weight.shape))

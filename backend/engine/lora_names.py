@@ -1,0 +1,85 @@
+"""Which parameters of the loaded parts a LoRA's modules are: read from the model's own module lists, in every spelling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+
+from torch import nn
+
+from backend.catalog.adapter import Reading, plain, readings
+from backend.catalog.names import Slot, flatten, maps_of, spellings
+
+TEXT = ("text_model.", "model.language_model.", "language_model.", "model.", "transformer.", "encoder.")
+
+
+@dataclass(frozen=True)
+class Index:
+    """One loaded part as names see it."""
+
+    part: str
+    found: Mapping[str, tuple[Slot, ...]]  # flattened spelling -> what it stands for
+    beginnings: tuple[str, ...]  # that files may put before this part's names
+
+    def look_up(self, name: str) -> tuple[Slot, ...] | None:
+        """What `name` stands for, as it is or after one of the beginnings."""
+        slots = self.found.get(flatten(name))
+        for beginning in self.beginnings:
+            if slots:
+                break
+            for spelt in (beginning, beginning.replace(".", "_")):
+                if name.startswith(spelt):
+                    slots = slots or self.found.get(flatten(name[len(spelt) :]))
+        return slots or None
+
+
+def index_of(module: nn.Module, part: str, family: ModuleType | None) -> Index:
+    """The index of a loaded part. A module counts if it has parameters of its own."""
+    rows = module_rows(module)
+    text = part.startswith("text_encoder")
+    described = family.PARTS.get(part) if family else None
+    beginnings = (*(described.prefixes if described else ()), *(TEXT if text else ()))
+    maps = maps_of(family, part, rows)
+    return Index(part, spellings(rows, maps, cut=TEXT if text else ()), tuple(dict.fromkeys(beginnings)))
+
+
+def module_rows(module: nn.Module) -> dict[str, int]:
+    """Module name -> rows of its weight, of every module that has parameters of its own (1 where it has no weight)."""
+    rows = {}
+    for name, inner in module.named_modules():
+        name = name.replace("_orig_mod.", "")
+        weight = inner._parameters.get("weight")
+        if weight is not None and weight.ndim:
+            rows[name] = weight.shape[0]
+        elif any(parameter is not None for parameter in inner._parameters.values()):
+            rows[name] = 1
+    return rows
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A LoRA's module found: the part, what of it, and how its name was read."""
+
+    part: str
+    slots: tuple[Slot, ...]
+    reading: Reading
+
+
+def resolve(stem: str, roles: Iterable[str], indexes: Mapping[str, Index]) -> Resolved | str:
+    """Where a module of a LoRA belongs, or the reason why nowhere. Prefixes are cut only until what remains is found."""
+    name = plain(stem)
+    component = ""
+    for reading in readings(name):
+        component = reading.component or component
+        parts = (reading.component,) if reading.component else tuple(indexes)
+        for part in parts:
+            index = indexes.get(part)
+            slots = index.look_up(reading.name) if index else None
+            if slots is None and index and "diff_m" in roles:
+                slots = index.look_up(reading.name + ".modulation")
+            if slots:
+                return Resolved(part, slots, reading)
+    if component.startswith("text_encoder") and component not in indexes:
+        return f"belongs to the {component.replace('_', ' ')}, which is not loaded here"
+    return "this model has no such module"

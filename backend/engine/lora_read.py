@@ -1,0 +1,178 @@
+"""A whole LoRA read against the loaded parts: every change it makes, everything that is left over and why. Nothing is applied here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from backend.catalog.adapter import BUNDLED, group, plain
+from backend.catalog.lora_facts import trigger_words
+from backend.catalog.lora_kind import families_of, named, outline_of
+from backend.engine import lora_cold
+from backend.engine.lora_alpha import alpha_rules, warnings
+from backend.engine.lora_body import Change
+from backend.engine.lora_build import Module, changes_of
+from backend.engine.lora_names import Resolved, index_of, resolve
+from backend.engine.lora_source import Source
+from backend.schema.messages import Trouble
+
+MANY_NOTES = 8
+
+
+@dataclass
+class ReadLora:
+    """What a LoRA does to the parts that are loaded."""
+
+    changes: dict[str, list[Change]] = field(default_factory=dict)
+    num_applied: int = 0  # modules of the file that change something
+    num_found: int = 0  # modules that the file speaks of
+    dialect: str = ""
+    unused: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def read_lora(
+    source: Source,
+    modules: Mapping[str, nn.Module],
+    family: ModuleType | None,
+    families: Sequence[ModuleType],
+    *,
+    weight_of: Callable[[str, str], torch.Tensor] | None = None,
+    first: str | None = None,
+) -> ReadLora:
+    """Everything in `source` that `modules` (part -> module) have a place for.
+
+    `weight_of(part, parameter)` gives base values, which DoRA needs. `first`: the part that names without a prefix belong to; no other
+    part but a text encoder is then touched. Raises Trouble for whatever makes the file unusable as a whole.
+    """
+    grouped, others = group(source.shapes)
+    if not grouped:
+        what = f"its first tensor is {others[0][:100]!r}" if others else "it is empty"
+        raise Trouble("no_keys_match", f"{source.name} is not a LoRA: {what}.", hint="Is it a model? Load it as one.")
+    found = _resolved(grouped, modules, family, first)
+    result = ReadLora(num_found=len(grouped))
+    result.unused = {stem: reason for stem, reason in found.items() if isinstance(reason, str)}
+    outline = outline_of(tuple(source.shapes), tuple(source.shapes.values()))
+    result.dialect = outline.dialect
+    _check_family(source, found, outline.widths, family, families)
+    for key in others:
+        embedding = key.startswith(BUNDLED)
+        result.unused[key] = "is a textual inversion, which is not used here" if embedding else "is no adapter's tensor"
+    _build(source, grouped, found, modules, weight_of, result)
+    if not any(result.changes.values()):
+        raise _nothing(source, result, family, families, outline.widths)
+    return result
+
+
+def _resolved(grouped: Mapping[str, Mapping], modules: Mapping, family: ModuleType | None, first: str | None) -> dict:
+    parts = list(modules) if first is None else [first, *(p for p in modules if p != first and p.startswith("text_"))]
+    indexes = {part: index_of(modules[part], part, family) for part in parts}
+    return {stem: resolve(stem, roles, indexes) for stem, roles in grouped.items()}
+
+
+def _build(
+    source: Source,
+    grouped: Mapping[str, Mapping[str, str]],
+    found: Mapping[str, Resolved | str],
+    modules: Mapping[str, nn.Module],
+    weight_of: Callable | None,
+    result: ReadLora,
+) -> None:
+    rules = alpha_rules(source, tensors_say=any("alpha" in roles for roles in grouped.values()))
+    notes: list[str] = []
+    ranks: set[int] = set()
+    alphas: set[float] = set()
+    for stem, roles in grouped.items():
+        place = found[stem]
+        if isinstance(place, str):
+            continue
+        if set(roles) == {"alpha"}:
+            result.unused[plain(stem)] = "has an alpha and nothing else"
+            continue
+        part, whole = place.part, modules[place.part]
+        module = Module(
+            source=source,
+            stem=stem,
+            roles=roles,
+            slots=place.slots,
+            own_name=place.slots[0].module if len(place.slots) == 1 else place.reading.name,
+            component=part,
+            rules=rules,
+            shape_of=lambda name, whole=whole: _shape(whole, name),
+            weight_of=lambda name, part=part, whole=whole: (
+                weight_of(part, name) if weight_of else lora_cold.parameter(whole, name).detach().cpu()
+            ),
+            notes=notes,
+            unused=result.unused,
+            ranks=ranks,
+            alphas=alphas,
+        )
+        changes = changes_of(module)
+        if changes:
+            result.changes.setdefault(part, []).extend(changes)
+            result.num_applied += 1
+        elif plain(stem) not in result.unused:
+            result.unused[plain(stem)] = f"has nothing that changes a weight ({', '.join(roles)})"
+    notes += warnings(source, ranks, alphas)
+    words = trigger_words(source.metadata, source.path)
+    if words:
+        notes.insert(0, f"trigger words: {', '.join(words)}")
+    result.notes = tuple(notes[:MANY_NOTES]) + (
+        (f"and {len(notes) - MANY_NOTES} more",) if len(notes) > MANY_NOTES else ()
+    )
+
+
+def _shape(module: nn.Module, name: str) -> tuple[int, ...] | None:
+    """The shape of a parameter, None where the module has none of that name."""
+    path, _, leaf = name.rpartition(".")
+    tensor = module.get_submodule(path)._parameters.get(leaf)
+    return None if tensor is None else tuple(tensor.shape)
+
+
+def _check_family(source: Source, found: Mapping, widths: tuple, family: ModuleType | None, families: Sequence) -> None:
+    """A LoRA of another family may match a few names by chance; half of it applied is worse than an error."""
+    strange = [stem for stem, place in found.items() if isinstance(place, str) and "no such module" in place]
+    if not strange or family is None or len(strange) == len(found):
+        return
+    _, possible, _ = families_of(widths, {}, families)
+    if possible and not _akin(family, possible, families):
+        raise Trouble(
+            "wrong_family",
+            f"{source.name} is a LoRA for {_titles(possible, families)}; the model is {family.TITLE}.",
+            hint="Choose a LoRA for this model; nothing was changed.",
+            detail="\n".join(strange[:200]),
+        )
+
+
+def _akin(family: ModuleType, names: Sequence[str], families: Sequence[ModuleType]) -> bool:
+    """Whether one of the families `names` is this one or has the same network."""
+    network = family.PARTS["dit"].network if "dit" in family.PARTS else ""
+    others = [one for one in families if one.NAME in names]
+    return any(one.NAME == family.NAME or one.PARTS["dit"].network == network for one in others)
+
+
+def _titles(names: Sequence[str], families: Sequence[ModuleType]) -> str:
+    return " or ".join(named(name, families) for name in names)
+
+
+def _nothing(
+    source: Source, result: ReadLora, family: ModuleType | None, families: Sequence[ModuleType], widths: tuple
+) -> Trouble:
+    model = family.TITLE if family else "this model"
+    _, possible, _ = families_of(widths, source.metadata, families)
+    reasons = sorted(set(result.unused.values()))
+    sentence = f"{source.name} changes nothing in {model}: none of its {result.num_found} modules can be applied"
+    if possible and (family is None or not _akin(family, possible, families)):
+        sentence = f"{source.name} is a LoRA for {_titles(possible, families)}; the model is {model}"
+    elif len(reasons) == 1 and "no such module" not in reasons[0]:
+        sentence += f" ({reasons[0]})"
+    return Trouble(
+        "no_keys_match",
+        sentence + ".",
+        hint="Choose a LoRA for this model; nothing was changed.",
+        detail="\n".join(f"{key}: {why}" for key, why in list(result.unused.items())[:200]),
+    )
