@@ -251,7 +251,9 @@ def to_flags(config, *, all: bool = False) -> list[str]:
         if item.kind is bool:
             flags.append(f"--{item.name}" if value else f"--no-{item.name}")
         elif value is not None:
-            flags += [f"--{item.name}", ",".join(value) if item.kind is tuple else str(value)]
+            text = ",".join(value) if item.kind is tuple else str(value)
+            # Behind a space, argparse takes what begins with a dash (a text, -1e-05) for another flag.
+            flags += [f"--{item.name}={text}"] if text.startswith("-") else [f"--{item.name}", text]
     return flags
 
 
