@@ -88,7 +88,7 @@ def _word(value) -> str | None:
 
 class ImagePipeline:
     """A model of one family; `from_pretrained` makes it, calling it draws. Its parts are attributes (`dit`, `text_encoder`, `vae`,
-    `tokenizer`), None where they were not given."""
+    `tokenizer`), None where they were not given. Called on this class itself, `from_pretrained` finds the family from the files."""
 
     family: ModuleType
 
@@ -111,6 +111,8 @@ class ImagePipeline:
         computing device for the *preparing* state; None is no limit, 0 prepares nothing.
         """
         spec, configs = cls._identify(model_configs)
+        if not hasattr(cls, "family"):
+            cls = _pipeline_of(spec.family)
         if tokenizer_config is not None:
             spec = replace(spec, tokenizer=_folder(tokenizer_config.files()))
         limit = None if vram_limit is None else int(vram_limit * GIB)
@@ -119,8 +121,9 @@ class ImagePipeline:
     @classmethod
     def _identify(cls, model_configs: Iterable[ModelConfig]) -> tuple[ModelSpec, dict[str, VramConfig]]:
         parts, configs, spec = {}, {}, None
+        known = (cls.family,) if hasattr(cls, "family") else families.FAMILIES
         for config in model_configs:
-            found = identify_files(_expanded(config.files()), (cls.family,))
+            found = identify_files(_expanded(config.files()), known)
             for name, part in found.parts.items():
                 if name in parts:
                     raise Trouble(
@@ -130,11 +133,14 @@ class ImagePipeline:
             spec = found if spec is None or "dit" in found.parts else spec
         if spec is None:
             raise Trouble("bad_value", "model_configs is empty.", hint="Name at least the transformer's file.")
-        missing = tuple(name for name, part in cls.family.PARTS.items() if part.needed and name not in parts)
-        return beside.completed(replace(spec, parts=parts, missing=missing, path=None), cls.family), configs
+        family = families.by_name(spec.family)
+        missing = tuple(name for name, part in family.PARTS.items() if part.needed and name not in parts)
+        return beside.completed(replace(spec, parts=parts, missing=missing, path=None), family), configs
 
     def __getattr__(self, name: str):
         family = type(self).family
+        if name == "unet" and family.PARTS["dit"].folder == "unet":
+            name = "dit"
         if name == "tokenizer" or name in family.PARTS:
             return self.__dict__["pipeline"].parts.get(name) if "pipeline" in self.__dict__ else None
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
@@ -210,6 +216,52 @@ class QwenImagePipeline(ImagePipeline):
     """Qwen-Image and models of its architecture."""
 
     family = families.by_name("qwen_image")
+
+
+class FluxImagePipeline(ImagePipeline):
+    """FLUX.1's transformer, to look at and to put LoRA files on; it draws no pictures yet."""
+
+    family = families.by_name("flux")
+
+
+class Flux2ImagePipeline(ImagePipeline):
+    """FLUX.2's transformer, likewise."""
+
+    family = families.by_name("flux2")
+
+
+class ZImagePipeline(ImagePipeline):
+    """Z-Image's transformer, likewise."""
+
+    family = families.by_name("z_image")
+
+
+class WanVideoPipeline(ImagePipeline):
+    """Wan's transformer, likewise."""
+
+    family = families.by_name("wan")
+
+
+class StableDiffusionPipeline(ImagePipeline):
+    """Stable Diffusion 1's UNet (`unet`, or `dit`), likewise."""
+
+    family = families.by_name("sd15")
+
+
+class StableDiffusionXLPipeline(ImagePipeline):
+    """SDXL's UNet (`unet`, or `dit`), likewise."""
+
+    family = families.by_name("sdxl")
+
+
+class StableDiffusion3Pipeline(ImagePipeline):
+    """Stable Diffusion 3's transformer, likewise."""
+
+    family = families.by_name("sd3")
+
+
+def _pipeline_of(family: str) -> type[ImagePipeline]:
+    return next(kind for kind in ImagePipeline.__subclasses__() if family == kind.family.NAME)
 
 
 def _expanded(paths: list[Path]) -> list[Path]:

@@ -141,9 +141,14 @@ def view(at: TensorAt, mapped: mmap.mmap) -> torch.Tensor:
     if at.nbytes == 0:
         return torch.empty(at.shape, dtype=dtype)
     if at.start % dtype.itemsize:
-        return torch.frombuffer(bytearray(mapped[at.start : at.end]), dtype=dtype).view(at.shape)
+        return _in_order(torch.frombuffer(bytearray(mapped[at.start : at.end]), dtype=dtype).view(at.shape), at)
     count = at.nbytes // dtype.itemsize
-    return torch.frombuffer(mapped, dtype=dtype, count=count, offset=at.start).view(at.shape)
+    return _in_order(torch.frombuffer(mapped, dtype=dtype, count=count, offset=at.start).view(at.shape), at)
+
+
+def _in_order(tensor: torch.Tensor, at: TensorAt) -> torch.Tensor:
+    """`tensor` with the halves of its rows exchanged where its file has them the other way round."""
+    return torch.cat(tensor.chunk(2)[::-1]) if at.swapped else tensor
 
 
 def read_tensor(at: TensorAt, scale: TensorAt | None = None) -> torch.Tensor:
@@ -155,6 +160,7 @@ def read_tensor(at: TensorAt, scale: TensorAt | None = None) -> torch.Tensor:
             got = file.readinto(tensor.view(-1).view(torch.uint8).numpy())
         if got != at.nbytes:
             raise Trouble("damaged", f"{at.file} ends before its tensor {at.key}.", hint="Download it again.")
+    tensor = _in_order(tensor, at)
     return tensor if scale is None else _unscaled(tensor, read_tensor(scale), torch.float32)
 
 

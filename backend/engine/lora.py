@@ -18,7 +18,6 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from backend.catalog.adapter import plain
 from backend.catalog.spec import PartSpec
 from backend.engine import lora_cold, lora_hot, placement
 from backend.engine.lora_body import Change

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,9 +14,9 @@ from PIL import Image
 
 from backend import families
 from backend.catalog.spec import ModelSpec
-from backend.engine import Cancelled, load, memory, pictures, sampling
+from backend.engine import Cancelled, load, lora, memory, pictures, sampling
 from backend.schema.messages import Trouble
-from backend.schema.request import GenerationRequest
+from backend.schema.request import GenerationRequest, LoraReceipt, LoraUse
 from backend.schema.vram import VramConfig
 
 KEPT_ENCODINGS = 64
@@ -65,6 +65,8 @@ class Pipeline:
         self._together = True
         for name in spec.parts:
             self._load(name, (configs or {}).get(name, VramConfig()), vram_limit_bytes, on_bytes)
+        modules = {name: self.parts[name] for name in spec.parts}
+        self.adapters = lora.Adapters(modules, family=self.family, specs=spec.parts, families=families.FAMILIES)
         if spec.tokenizer is not None:
             self.parts["tokenizer"] = self.family.load_tokenizer(spec.tokenizer)
 
@@ -286,11 +288,38 @@ class Pipeline:
             smooth = (smooth / smooth.std()).to(self.device, self.dtype)
             self._linear.fit(smooth, self.family.decode(self.parts, smooth))
 
-    def use_loras(self, uses) -> tuple:
+    def add_lora(self, part: str, source, *, strength: float = 1.0, hot: bool | None = None) -> LoraReceipt:
+        """Adds a LoRA (a file or a state dict) to `part`, and its text encoder half to the text encoder if that is loaded."""
+        receipt = self.adapters.add(source, strength=strength, hot=hot, part=part)
+        self.forget_prompts()
+        return receipt
+
+    def set_lora_strength(self, which: LoraReceipt | str, strength: float) -> LoraReceipt:
+        """The same LoRA (its receipt, path or name) at another strength, without loading it again."""
+        self.forget_prompts()
+        return self.adapters.set_strength(which, strength)
+
+    def remove_lora(self, which: LoraReceipt | str) -> None:
+        """Takes one LoRA off; the others stay."""
+        self.forget_prompts()
+        self.adapters.remove(which)
+
+    def clear_loras(self, part: str | None = None) -> None:
+        """Takes all LoRAs off (of one part, or of all): every weight is the file's again, bit for bit."""
+        self.forget_prompts()
+        self.adapters.clear(part)
+
+    def prefer_hot(self, part: str | None = None) -> None:
+        """From now on LoRAs act beside the weights (of one part, or of all) unless it is said otherwise."""
+        self.adapters.prefer_hot(part)
+
+    def use_loras(self, uses: Sequence[LoraUse]) -> tuple[LoraReceipt, ...]:
         """Makes exactly the LoRAs `uses` act, with one receipt each."""
-        if uses:
-            raise Trouble("not_supported", "LoRAs are not there yet.")
-        return ()
+        before = self.adapters.receipts
+        receipts = self.adapters.use(uses)
+        if receipts != before:
+            self.forget_prompts()
+        return receipts
 
     def close(self) -> None:
         """Gives the memory back; the pipeline cannot be used afterwards."""

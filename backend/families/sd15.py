@@ -17,6 +17,7 @@ PARTS = {
         folder="unet",
         phase="denoise",
         blocks=("down_blocks", "up_blocks"),
+        config={"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8},
         prefixes=("model.diffusion_model.", "diffusion_model.", "unet."),
         keep_precise=("norm", "conv_in", "conv_out", "time_embedding"),
     ),
