@@ -5,6 +5,7 @@ The models stay loaded between requests. `--fake` is the same loop with a painte
 
 from __future__ import annotations
 
+import os
 import queue
 import sys
 import traceback
@@ -96,4 +97,6 @@ def _unexpected(error: Exception, doing: str) -> Trouble:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(status)  # the reader thread is still in stdin, which the interpreter's own end would wait for

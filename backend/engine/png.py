@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -38,7 +39,8 @@ def save_png(picture: Image.Image, path: Path, settings: dict) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise Trouble(
             "cannot_write",
             f"The picture {path.name} could not be written to {path.parent}: {error.strerror or error}.",

@@ -1,0 +1,248 @@
+"""The worker as a process: what goes in and what comes out, with the starter model and with the painted one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from PIL import Image
+
+from backend.schema.messages import Event, from_line
+from backend.schema.places import PROJECT, Places
+
+LAST = ("result", "cancelled", "trouble", "loaded", "unloaded", "estimate")
+
+
+class Talk:
+    """A worker and everything it has said."""
+
+    def __init__(self, data: Places, *flags: str):
+        env = {**os.environ, "LOFT_DATA": str(data.root), "PYTHONPATH": str(PROJECT), "OMP_WAIT_POLICY": "PASSIVE"}
+        self.log = (data.root / "log.txt").open("wb")
+        self.child = subprocess.Popen(
+            [sys.executable, "-m", "backend.engine", *flags],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            cwd=data.root,
+            env=env,
+        )
+        self.events: list[Event] = []
+        self.strays: list[bytes] = []
+        self._news = threading.Condition()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.child.stdout:
+            event = from_line(line.decode())
+            with self._news:
+                if event is None:
+                    self.strays.append(line)
+                else:
+                    self.events.append(event)
+                self._news.notify_all()
+
+    def say(self, **values) -> None:
+        self.child.stdin.write((json.dumps(values) + "\n").encode())
+        self.child.stdin.flush()
+
+    def wait(self, wanted, seconds: float = 90) -> Event:
+        """The first event that `wanted` is true of."""
+        with self._news:
+            found = self._news.wait_for(lambda: next((e for e in self.events if wanted(e)), None), timeout=seconds)
+        assert found, f"not heard: {[e.event for e in self.events]}, log: {Path(self.log.name).read_text()[-2000:]}"
+        return found
+
+    def answer(self, id: str, seconds: float = 90) -> Event:
+        return self.wait(lambda e: e.id == id and e.event in LAST, seconds)
+
+    def end(self) -> int:
+        if not self.child.stdin.closed:
+            self.child.stdin.close()
+        try:
+            return self.child.wait(20)
+        finally:
+            self.child.kill()
+            self.log.close()
+
+
+@pytest.fixture
+def talk(data):
+    talks = []
+
+    def start(*flags: str) -> Talk:
+        talks.append(Talk(data, *flags))
+        return talks[-1]
+
+    yield start
+    for one in talks:
+        one.end()
+
+
+@pytest.fixture(scope="module")
+def starter(tmp_path_factory):
+    """One worker with the starter model for the tests below, which therefore keep their order; the last one ends it."""
+    data = Places(tmp_path_factory.mktemp("worker") / "data")
+    data.root.mkdir()
+    worker = Talk(data)
+    yield worker, data
+    worker.end()
+
+
+def named(event: str, id: str = ""):
+    return lambda e: e.event == event and id in ("", e.id)
+
+
+def test_the_painted_worker_draws_cancels_and_ends(talk, data):
+    worker = talk("--fake")
+    ready = worker.wait(named("ready"))
+    assert ready.values["fake"] is True
+    worker.say(
+        command="generate",
+        id="a",
+        request={"num_inference_steps": 3, "count": 2, "seed": 2**53 - 2},
+        folder=str(data.outputs),
+    )
+    worker.say(command="generate", id="b", request={"num_inference_steps": 200})
+    worker.say(command="generate", id="c", request={"num_inference_steps": 2})
+    result = worker.answer("a")
+    assert result.event == "result" and result.values["seeds"] == [2**53 - 2, 2**53 - 1]
+    for path, seed in zip(result.values["pictures"], result.values["seeds"]):
+        with Image.open(path) as picture:
+            chunk = json.loads(picture.info["loft"])
+        assert chunk["seed"] == str(seed) and chunk["request"]["num_inference_steps"] == 3
+    worker.wait(named("step", "b"))
+    worker.say(command="cancel", id="c")  # while it waits
+    worker.say(command="cancel", id="b")
+    assert worker.answer("b", 2).event == "cancelled"
+    assert worker.answer("c", 2).event == "cancelled"
+    assert worker.end() == 0
+    assert not worker.strays
+
+
+def test_what_is_no_command_is_answered_in_a_sentence(talk):
+    worker = talk("--fake")
+    worker.child.stdin.write(
+        b'{"command": "generate", "id": \n\xff\xfe\n[1]\n{"command": 3}\n' + b"[" * 100_000 + b"\n"
+    )
+    worker.say(command="sing", id="x")
+    worker.say(command="generate", id="y", request={"heigth": 3})
+    worker.say(command="generate", id="z", request=[3])
+    assert "sing" in worker.answer("x").values["message"]
+    assert "heigth" in worker.answer("y").values["message"]
+    worker.answer("z")
+    assert sum(e.event == "trouble" and e.id == "" for e in worker.events) == 5
+    worker.say(command="cancel", id="never heard of")
+    worker.say(command="load", id="still there")
+    assert worker.answer("still there").event == "loaded"
+    worker.say(command="quit", id="q")
+    assert worker.child.wait(10) == 0
+
+
+def test_unknown_flags_end_in_a_sentence(talk):
+    worker = talk("--fast")
+    assert "--fast" in worker.wait(named("trouble")).values["message"]
+    assert worker.child.wait(10) != 0
+
+
+REQUEST = {"prompt": "a red apple", "num_inference_steps": 4, "seed": 5}
+
+
+@pytest.mark.torch
+def test_the_starter_draws_and_stays_loaded(starter):
+    worker, data = starter
+    ready = worker.wait(named("ready"))
+    assert ready.values["device"] and ready.values["total_bytes"] > 0
+    folder = str(data.outputs / "2026-01-01")
+    worker.say(command="generate", id="one", request={**REQUEST, "count": 2}, folder=folder)
+    one = worker.answer("one")
+    assert one.event == "result", one
+    assert [e.values["step"] for e in worker.events if named("step", "one")(e)] == [1, 2, 3, 4, 1, 2, 3, 4]
+    assert {e.values["part"] for e in worker.events if named("loading", "one")(e)} == {"dit", "text_encoder", "vae"}
+    assert one.values["measured_peak_bytes"] > 0 and one.values["seeds"] == [5, 6]
+
+    worker.say(command="generate", id="two", request={**REQUEST, "seed": 6}, folder=folder)
+    two = worker.answer("two")
+    assert not [e for e in worker.events if named("loading", "two")(e)], "it was loaded already"
+    with Image.open(one.values["pictures"][1]) as first, Image.open(two.values["pictures"][0]) as again:
+        assert first.tobytes() == again.tobytes() and first.size == (128, 128)
+        assert json.loads(again.info["loft"])["seed"] == "6"
+
+
+@pytest.mark.torch
+def test_cancel_takes_effect_within_a_step_and_previews_come(starter):
+    worker, data = starter
+    worker.say(command="generate", id="long", request={**REQUEST, "num_inference_steps": 200}, folder=str(data.outputs))
+    preview = worker.wait(named("preview", "long"))
+    with Image.open(preview.values["path"]) as picture:
+        assert picture.size == (128, 128)
+    worker.say(command="cancel", id="long")
+    asked_at = time.time()
+    assert worker.answer("long").event == "cancelled"
+    later = [e for e in worker.events if named("step", "long")(e) and e.time > asked_at]
+    assert len(later) <= 2  # one that was under way, and one whose line was being read
+
+
+@pytest.mark.torch
+def test_bad_requests_are_answered_in_a_sentence_and_the_worker_goes_on(starter):
+    worker, data = starter
+    _ask_badly(worker, data, REQUEST)
+    (data.root / "file").write_text("not a folder")
+    worker.say(command="generate", id="disk", request=REQUEST, folder=str(data.root / "file" / "day"))
+    assert worker.answer("disk").values["kind"] == "cannot_write"
+    worker.say(command="generate", id="after", request=REQUEST, folder=str(data.outputs))
+    assert worker.answer("after").event == "result"
+    assert not list(data.root.rglob("*.partial"))
+
+
+@pytest.mark.torch
+def test_unload_gives_the_memory_back(starter):
+    worker, _ = starter
+    rss = [psutil.Process(worker.child.pid).memory_info().rss]
+    for number in range(6):
+        worker.say(command="load", id=f"l{number}", model="loft/starter")
+        assert worker.answer(f"l{number}").event == "loaded"
+        worker.say(command="unload", id=f"u{number}")
+        assert worker.answer(f"u{number}").event == "unloaded"
+        rss.append(psutil.Process(worker.child.pid).memory_info().rss)
+    assert rss[-1] - rss[1] < 8 * 2**20, [value // 2**20 for value in rss]
+
+
+@pytest.mark.torch
+def test_the_end_of_stdin_ends_the_worker_at_work(starter):
+    worker, data = starter
+    worker.say(
+        command="generate", id="end", request={"num_inference_steps": 200, "count": 60}, folder=str(data.outputs)
+    )
+    worker.wait(named("step", "end"))
+    worker.child.stdin.close()
+    assert worker.child.wait(10) == 0
+    assert not worker.strays
+
+
+def _ask_badly(worker: Talk, data: Places, request: dict) -> None:
+    broken = data.models / "my" / "broken"
+    broken.mkdir(parents=True)
+    (broken / "model.safetensors").write_bytes(b"\xff" * 100)
+    for id, change, word in (
+        ("b1", {"model": "no/such"}, "no/such"),
+        ("b2", {"width": 100}, "100"),
+        ("b3", {"input_image": str(PROJECT / "pyproject.toml")}, "pyproject.toml"),
+        ("b4", {"input_image": str(data.root / "gone.png")}, "gone.png"),
+        ("b5", {"model": "my/broken"}, "model.safetensors"),
+        ("b6", {"num_inference_steps": 0}, "0"),
+        ("b7", {"seed": -1}, "-1"),
+        ("b8", {"guidance": float("nan")}, "nan"),
+        ("b9", {"model": "../../../etc"}, "etc"),
+    ):
+        worker.say(command="generate", id=id, request={**request, **change}, folder=str(data.outputs))
+        answer = worker.answer(id)
+        assert answer.event == "trouble" and answer.values["kind"] != "unexpected", answer
+        assert word in answer.values["message"], answer.values
