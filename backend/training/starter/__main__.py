@@ -31,17 +31,16 @@ def module(name: str, *arguments: object) -> None:
 
 def environment() -> dict[str, str]:
     """One thread a process, and no spinning: two such processes beat two threads several times over on a busy machine."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "ACCELERATE_USE_CPU": "true"}
 
 
 def train_command(work: Path, *, processes: int, changes: dict | None = None) -> list[str]:
-    """The trainer's command line, as a list."""
+    """The trainer's command line, as a list. (`accelerate launch --cpu` starts one process only, so torch's launcher does it.)"""
     settings = {**RUN, "dataset_base_path": work / "dataset", "dataset_metadata_path": work / "dataset" / "metadata.jsonl",
                 "model": work / "base", "output_path": work / "run", **(changes or {})}
     flags = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(processes), "--num_machines", "1",
-              "--mixed_precision", "no", "--dynamo_backend", "no", "--num_cpu_threads_per_process", "1",
-              "-m", "backend.training"]
+    launch = [] if processes == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    launch += ["-m", "backend.training"]
     return [sys.executable, *launch, *flags]
 
 

@@ -144,11 +144,16 @@ def optimisers(encoder: torch.nn.Module, head: torch.nn.Module, rate: float) -> 
             torch.optim.AdamW([*rest, *head.parameters()], lr=rate, betas=(0.9, 0.99), weight_decay=0.0)]
 
 
-def warm_up(dataset: Path, folder: Path, *, minutes: float, batch: int = 96, rate: float = 3e-3) -> float:
-    """Train tokenizer and encoder into ``folder``; returns the last smoothed error (1 is as good as the mean picture)."""
+def warm_up(dataset: Path, folder: Path, *, minutes: float, batch: int = 96, rate: float = 3e-3, more: bool = False) -> float:
+    """Train tokenizer and encoder into ``folder``; returns the last smoothed error (1 is as good as the mean picture).
+
+    ``more`` goes on from the encoder that is there.
+    """
     lines = [json.loads(line) for line in (dataset / "metadata.jsonl").read_text("utf-8").splitlines()]
     tokenizer = make_tokenizer([text for line in lines for text in line["prompt"]], folder / "tokenizer")
     encoder = make_encoder(tokenizer)
+    if more:
+        encoder = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "text_encoder", dtype=torch.float32)
     head = torch.nn.ModuleList([torch.nn.Linear(192, 96) for _ in range(SUFFIX_TOKENS)])
     targets, rows = features(dataset, lines)
     rng = np.random.default_rng(0)
@@ -180,10 +185,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("dataset", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--minutes", type=float, default=6)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--more", action="store_true", help="go on from the encoder in OUT")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(json.dumps({"error": round(warm_up(options.dataset, options.out, minutes=options.minutes), 4)}))
+    print(json.dumps({"error": round(warm_up(options.dataset, options.out, minutes=options.minutes, more=options.more), 4)}))
 
 
 if __name__ == "__main__":
