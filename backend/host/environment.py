@@ -18,18 +18,22 @@ STAMP = "loft-requirements.sha256"
 NETWORK_WORDS = ("NewConnectionError", "NameResolutionError", "ConnectTimeout", "ReadTimeout", "ProxyError", "SSLError")
 
 
-def ready_python(requirements: Path) -> str:
-    """The Python that has what `requirements` pins: this one, the active virtual environment, or `.venv` here, made if need be."""
+def ready_python(requirements: Path, *, project: Path = PROJECT) -> str:
+    """The Python that has what `requirements` pins: this one, the active virtual environment, or `.venv` in `project`.
+
+    What is missing is made and installed. A stamp of the requirements' hash makes the next start quick; it is not believed alone.
+    """
     if not missing(requirements):
         return sys.executable
     if in_virtual_environment():
         prefix, python = Path(sys.prefix), sys.executable
     else:
-        prefix = PROJECT / ".venv"
+        prefix = project / ".venv"
         python = str(python_in(prefix))
         make_virtual_environment(prefix)
     stamp, wanted = prefix / STAMP, fingerprint(requirements)
-    if not (stamp.is_file() and stamp.read_text().split() == wanted and not missing(requirements, packages_in(prefix))):
+    known = stamp.read_text().split() if stamp.is_file() else []
+    if not set(wanted) <= set(known) or missing(requirements, packages_in(prefix)):
         install(python, requirements, log=prefix / "loft-install.log")
         stamp.write_text("\n".join(wanted))
         say_if_card_is_left_out(python, packages_in(prefix))
