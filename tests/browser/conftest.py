@@ -1,0 +1,135 @@
+"""A studio of its own for each test file, and a Chromium that fails a test when the page fails."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from backend.schema.places import PROJECT, Places
+
+START_SECONDS = 60
+WAIT_SECONDS = 30
+
+
+class Site:
+    """A running studio on a data folder."""
+
+    def __init__(self, root: Path, *flags: str):
+        self.places = Places(root)
+        self.flags = flags
+        self.port = free_port()
+        self.address = f"http://127.0.0.1:{self.port}/"
+        self.process: subprocess.Popen | None = None
+        self.start()
+
+    def start(self) -> None:
+        argv = [sys.executable, "-m", "studio.app", "--port", str(self.port), "--data", str(self.places.root), *self.flags]
+        self.places.root.mkdir(parents=True, exist_ok=True)
+        with (self.places.root / "studio.log").open("ab") as log:
+            self.process = subprocess.Popen(argv, cwd=PROJECT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        end = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                with urllib.request.urlopen(self.address, timeout=5):
+                    return
+            except OSError:
+                assert self.process.poll() is None, (self.places.root / "studio.log").read_text()
+                assert time.monotonic() < end, "the studio did not answer"
+                time.sleep(0.1)
+
+    def kill(self) -> None:
+        """As the system does when memory runs out: no chance to tidy up."""
+        self.process.kill()
+        self.process.wait(10)
+
+    def stop(self) -> None:
+        """Asks it to end, and what it started with it."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(40)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+    def worker_pid(self) -> int:
+        from backend.host import processes
+
+        known = processes.from_file(self.places.user / "worker.json")
+        return known[0].pid if known else 0
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def browser(chromium: str) -> Iterator:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # The page's own server is all that it may ask, so nothing is resolved.
+        flags = ["--no-sandbox", "--disable-background-networking", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+        found = playwright.chromium.launch(executable_path=chromium, args=flags)
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def open_page(browser) -> Iterator:
+    """Opens pages, each in a browser profile of its own; at the end none may have failed or asked another host."""
+    contexts, complaints = [], []
+
+    def open_one(site: Site, *, width: int = 1280, height: int = 900, dark: bool = False):
+        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light")
+        context.set_default_timeout(WAIT_SECONDS * 1000)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: complaints.append(f"error in the page: {error}"))
+        page.on("request", lambda request: complaints.append(request.url) if _is_foreign(request.url) else None)
+        page.goto(site.address)
+        wait_ready(page)
+        return page
+
+    yield open_one
+    for context in contexts:
+        context.close()
+    assert not complaints
+
+
+def _is_foreign(url: str) -> bool:
+    return not url.startswith(("http://127.0.0.1:", "data:", "blob:"))
+
+
+def wait_ready(page) -> None:
+    """Until the form is filled from what was kept and the first tick has drawn."""
+    page.wait_for_selector("#strip .now")
+    page.wait_for_selector("#stage .stage", state="attached")
+
+
+def tab(page, name: str) -> None:
+    page.get_by_role("tab", name=name, exact=True).click()
+
+
+def wait_until(check, seconds: float = WAIT_SECONDS, what: str = ""):
+    """The first true answer of `check`."""
+    end = time.monotonic() + seconds
+    while True:
+        answer = check()
+        if answer:
+            return answer
+        assert time.monotonic() < end, f"waited {seconds} s for {what or check}"
+        time.sleep(0.1)
+
+
+def end_process(pid: int) -> None:
+    psutil.Process(pid).kill()

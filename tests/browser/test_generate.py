@@ -1,0 +1,158 @@
+"""The Generate tab in a browser, with the worker that paints gradients."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+
+import pytest
+from PIL import Image, PngImagePlugin
+
+from tests.browser.conftest import Site, end_process, tab, wait_ready, wait_until
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def site(chromium, tmp_path_factory):
+    made = Site(tmp_path_factory.mktemp("generate"), "--fake")
+    yield made
+    made.stop()
+
+
+def pictures(site: Site) -> list:
+    return sorted(site.places.outputs.rglob("*.png"))
+
+
+def ask(page, prompt: str, *, steps: int = 4, count: int = 1) -> None:
+    page.fill("#set-prompt textarea", prompt)
+    page.fill("#set-count input", str(count))
+    page.fill("#set-num_inference_steps input[type=number]", str(steps))
+    page.press("#set-num_inference_steps input[type=number]", "Enter")
+    page.click("#generate")
+
+
+def test_a_picture_is_made_shown_and_explained(site, open_page):
+    page = open_page(site)
+    before = len(pictures(site))
+    ask(page, "a red apple")
+    wait_until(lambda: len(pictures(site)) == before + 1)
+    page.wait_for_selector("#stage img[alt='a red apple']")
+    receipt = page.inner_text("#receipt")
+    assert "a red apple" in receipt and "128 × 128" in receipt
+    newest = max(pictures(site), key=lambda path: path.stat().st_mtime)
+    kept = json.loads(Image.open(newest).info["loft"])
+    assert kept["request"]["prompt"] == "a red apple" and str(kept["seed"]) in receipt
+
+
+def test_the_gallery_and_the_form_survive_a_reload(site, open_page):
+    page = open_page(site)
+    for prompt in ("a green leaf", "a blue sky"):
+        before = len(pictures(site))
+        ask(page, prompt)
+        wait_until(lambda n=before: len(pictures(site)) == n + 1)
+    page.wait_for_selector("#stage img[alt='a blue sky']")
+    page.click("#thumbs .thumb >> nth=1")
+    page.wait_for_selector("#stage img[alt='a green leaf']")
+    page.reload()
+    wait_ready(page)
+    page.wait_for_selector("#stage img[alt='a green leaf']")
+    assert page.locator("#thumbs .thumb").count() == len(pictures(site))
+    assert page.input_value("#set-prompt textarea") == "a blue sky"
+
+
+def test_cancel_ends_the_picture_and_a_reload_in_between_changes_nothing(site, open_page):
+    page = open_page(site)
+    before = len(pictures(site))
+    ask(page, "a long wait", steps=200, count=8)
+    page.wait_for_selector("#progress .work >> text=Generating")
+    page.reload()
+    wait_ready(page)
+    page.wait_for_selector("#progress .work >> text=Generating")
+    assert page.input_value("#set-prompt textarea") == "a long wait"
+    other = open_page(site)
+    other.wait_for_selector("#progress .work >> text=Generating")
+    page.click("#cancel")
+    page.wait_for_selector("#progress .work", state="detached")
+    other.wait_for_selector("#progress .work", state="detached")
+    assert len(pictures(site)) == before
+
+
+def test_a_killed_worker_is_told_in_a_sentence_and_the_next_picture_is_made(site, open_page):
+    page = open_page(site)
+    ask(page, "a short life", steps=200)
+    page.wait_for_selector("#progress .work >> text=Generating")
+    end_process(site.worker_pid())
+    page.wait_for_selector("#progress .notice.bad")
+    assert "engine" in page.inner_text("#progress .notice.bad").lower()
+    before = len(pictures(site))
+    ask(page, "a second life")
+    wait_until(lambda: len(pictures(site)) == before + 1)
+    page.wait_for_selector("#progress .notice.bad", state="detached")
+
+
+def test_a_dropped_picture_fills_the_form_and_names_what_is_missing(site, open_page, tmp_path):
+    request = {
+        "model": "nobody/nothing", "prompt": "a dropped picture", "negative_prompt": "", "width": 160, "height": 96,
+        "num_inference_steps": 7, "guidance": 2.0, "seed": "99", "count": 4, "input_image": None,
+        "denoising_strength": 0.5, "loras": [{"path": "/gone/cat.safetensors", "strength": 0.4}],
+    }  # fmt: skip
+    chunk = PngImagePlugin.PngInfo()
+    receipt = [{"name": "cat", "path": "/gone/cat.safetensors", "hash": "ab" * 32}]
+    chunk.add_itxt("loft", json.dumps({"request": request, "seed": "101", "loras": receipt}))
+    Image.new("RGB", (160, 96)).save(tmp_path / "dropped.png", pnginfo=chunk)
+    page = open_page(site)
+    page.click("#settings-from button >> nth=0")
+    page.set_input_files("#drop-png input[type=file]", tmp_path / "dropped.png")
+    page.wait_for_selector("#said .notice")
+    said = page.inner_text("#said")
+    assert "nobody/nothing is not here" in said and "cat.safetensors" in said
+    assert page.input_value("#set-prompt textarea") == "a dropped picture"
+    assert page.input_value("#set-width input") == "160" and page.input_value("#set-seed input") == "101"
+    assert not page.is_checked("#fresh-seed input")
+
+
+def test_a_picture_without_settings_is_told_so(site, open_page, tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "plain.png")
+    page = open_page(site)
+    page.click("#settings-from button >> nth=0")
+    page.set_input_files("#drop-png input[type=file]", tmp_path / "plain.png")
+    page.wait_for_selector("#said .notice.bad >> text=holds no settings")
+
+
+def test_an_empty_prompt_is_refused_in_a_sentence(site, open_page):
+    page = open_page(site)
+    ask(page, "")
+    page.wait_for_selector("#said .notice.bad >> text=The prompt is empty")
+
+
+def test_the_trash_takes_a_picture_and_says_where_it_is(site, open_page):
+    page = open_page(site)
+    before = len(pictures(site))
+    ask(page, "a thing to throw away")
+    wait_until(lambda: len(pictures(site)) == before + 1)
+    page.wait_for_selector("#stage img[alt='a thing to throw away']")
+    page.click("text=Move to trash >> visible=true")
+    page.wait_for_selector("#said >> text=Moved to")
+    assert str(site.places.trash) in page.inner_text("#said")
+    assert len(pictures(site)) == before and list(site.places.trash.glob("*.png"))
+
+
+def test_only_configured_folders_are_served(site):
+    secret = site.places.user / "preferences.json"
+    secret.write_text("{}")
+    for path in (secret, site.places.root / "studio.log", "/etc/hostname"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"{site.address}gradio_api/file={urllib.parse.quote(str(path))}")
+        assert refused.value.code == 403
+
+
+@pytest.mark.parametrize("width", [390, 768])
+def test_a_narrow_window_needs_no_sideways_scrolling(site, open_page, width):
+    page = open_page(site, width=width)
+    for name in ("Generate", "LoRAs and models", "Train", "Preferences"):
+        tab(page, name)
+        page.wait_for_timeout(300)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
