@@ -21,7 +21,19 @@ from backend.host.ending import Ending, end_all
 from backend.host.engine import Engine
 from backend.schema.messages import Trouble
 from backend.schema.places import places
-from studio import engine_view, generate, lora_rows, models, preferences, session, shelf, theme, train, train_events
+from studio import (
+    engine_view,
+    generate,
+    generate_events,
+    lora_rows,
+    models,
+    preferences,
+    session,
+    shelf,
+    theme,
+    train,
+    train_events,
+)
 from studio.shield import Shield
 from studio.studio import Studio, live
 
@@ -67,7 +79,7 @@ def build(studio: Studio) -> gr.Blocks:
             return [choice | {"tab": "generate"}, gr.Tabs(selected="generate"), *lora_rows.show(uses, choices)]
 
         use_outputs = [ui, tabs, *generate_tab.rows.outputs]
-        generate.wire(studio, generate_tab, ui, shown, redraw)
+        generate_events.wire(studio, generate_tab, ui, shown, redraw)
         models.wire(studio, models_tab, ui, shown, redraw, use_lora)
         train_events.wire(studio, train_tab, ui, redraw, use_lora)
         preferences.wire(studio, preferences_tab)
@@ -134,7 +146,9 @@ def _wire_load(studio, page, tabs, ui, generate_tab, train_tab, preferences_tab,
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m studio.app", description="The studio's page, without installation.")
+    parser = argparse.ArgumentParser(
+        prog="python -m studio.app", description="The studio's page, without installation."
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on [default: this machine only]")
     parser.add_argument("--port", type=int, default=7860)
     parser.add_argument("--auth", default="", help="USER:PASSWORD, or a file with such a line; needed for other hosts")
@@ -170,7 +184,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         login = credentials(args.auth)
         if login is None and not is_loopback(args.host):
             hint = "Give --auth USER:PASSWORD, or leave --host at 127.0.0.1."
-            raise Trouble("no_password", f"{args.host} can be reached by others, so the page needs a password.", hint=hint)
+            raise Trouble(
+                "no_password", f"{args.host} can be reached by others, so the page needs a password.", hint=hint
+            )
         here = places()
         engine = Engine(here, fake=args.fake)
     except Trouble as trouble:

@@ -33,9 +33,7 @@ def editor(folder: Path, *, page: int) -> str:
     tiles = "".join(_tile(path, folder, captions) for path in found[page * PAGE : (page + 1) * PAGE])
     words = count_words(len(found), "picture") + (f", captions from {table.name}" if table else "")
     save = "" if table else '<button type="button" class="quiet" data-do="save" data-collect>Save captions</button>'
-    return (
-        f'<div class="editor-head"><b>{safe(words)}</b>{_turn(page, pages)}{save}</div><div class="captions">{tiles}</div>'
-    )
+    return f'<div class="editor-head"><b>{safe(words)}</b>{_turn(page, pages)}{save}</div><div class="captions">{tiles}</div>'
 
 
 def _turn(page: int, pages: int) -> str:

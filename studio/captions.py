@@ -9,10 +9,10 @@ import shutil
 import time
 from pathlib import Path
 
+from backend.catalog.text import decode_text, read_text
 from backend.host.files import write_text
 from backend.schema.messages import Trouble
 from backend.schema.places import ASSETS, Places
-from backend.training.captions import decode_text
 from studio.words import count_words
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif")
@@ -78,7 +78,9 @@ def table_captions(table: Path) -> dict[str, str]:
     found = {}
     for row in rows:
         prompt = row.get("prompt") or ""
-        found[str(row.get("image") or row.get("file_name") or "")] = " | ".join(prompt) if isinstance(prompt, list) else str(prompt)
+        found[str(row.get("image") or row.get("file_name") or "")] = (
+            " | ".join(prompt) if isinstance(prompt, list) else str(prompt)
+        )
     return found
 
 
@@ -101,10 +103,9 @@ def hints(folder: Path) -> dict:
 def read_caption(path: Path) -> str:
     """The caption in a text file of any encoding; empty where there is none."""
     try:
-        data = path.read_bytes()
+        return read_text(path)[0]
     except OSError:
         return ""
-    return decode_text(data)[0].lstrip("\ufeff").strip()
 
 
 def save(folder: Path, edits: dict[str, str], places: Places) -> tuple[Path, str]:
@@ -150,11 +151,15 @@ def take_upload(files: list[str], name: str, places: Places) -> tuple[Path, str]
     wanted = [Path(f) for f in files if Path(f).suffix.lower() in (*PICTURES, ".txt", ".csv", ".json", ".jsonl")]
     num_pictures = sum(path.suffix.lower() in PICTURES for path in wanted)
     if not num_pictures:
-        raise Trouble("empty_dataset", "There is no picture among the files.", hint=f"Choose {', '.join(PICTURES[:4])} files.")
+        raise Trouble(
+            "empty_dataset", "There is no picture among the files.", hint=f"Choose {', '.join(PICTURES[:4])} files."
+        )
     clean = "".join(c if c.isalnum() or c in "-_ " else "-" for c in name).strip() or time.strftime("set-%Y-%m-%d")
     target = _free_name(places.datasets, clean)
     target.mkdir(parents=True)
     for path in wanted:
         shutil.copy2(path, target / path.name)
-    num_texts = sum((target / path.name).with_suffix(".txt").is_file() for path in wanted if path.suffix.lower() in PICTURES)
+    num_texts = sum(
+        (target / path.name).with_suffix(".txt").is_file() for path in wanted if path.suffix.lower() in PICTURES
+    )
     return target, f"{count_words(num_pictures, 'picture')}, {num_texts} with a caption, are now in {target}."

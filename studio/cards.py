@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -26,7 +27,14 @@ def searched(found: Sequence, text: str, studio: Studio) -> list:
 def _haystack(spec, studio: Studio) -> str:
     if not isinstance(spec, LoraSpec):
         return str(getattr(spec, "path", "") or spec).lower()
-    parts = (lora_title(spec, studio), spec.family, family_title(spec.family, studio), spec.trainer, spec.base, *spec.trigger_words)
+    parts = (
+        lora_title(spec, studio),
+        spec.family,
+        family_title(spec.family, studio),
+        spec.trainer,
+        spec.base,
+        *spec.trigger_words,
+    )
     return " ".join(parts).lower()
 
 
@@ -52,7 +60,9 @@ def _card(spec: LoraSpec, model_family: str, shown: str, studio: Studio, now: fl
     rank = "–".join(str(r) for r in sorted({spec.ranks[0], spec.ranks[-1]})) if spec.ranks else "?"
     line = f"{family}, rank {rank}, {size_words(spec.nbytes)}"
     picture = thumbnail_of(spec)
-    face = f'<img src="{picture}" alt="">' if picture else f'<span class="face">{safe(spec.path.stem[:1].upper())}</span>'
+    face = (
+        f'<img src="{picture}" alt="">' if picture else f'<span class="face">{safe(spec.path.stem[:1].upper())}</span>'
+    )
     words = f'<span class="trigger">{safe(", ".join(spec.trigger_words[:3]))}</span>' if spec.trigger_words else ""
     why = fits(spec, model_family, studio)
     mark = '<span class="pill">does not fit</span>' if why else ""
@@ -118,10 +128,8 @@ def _metadata(spec: LoraSpec) -> str:
 
 
 def _short(value: str) -> str:
-    try:
+    with contextlib.suppress(ValueError):
         value = json.dumps(json.loads(value), ensure_ascii=False)
-    except ValueError:
-        pass
     return value if len(value) <= 400 else value[:400] + " …"
 
 
@@ -131,7 +139,9 @@ def model_cards(found: Sequence, studio: Studio) -> str:
     for entry in found:
         if isinstance(entry, ModelSpec):
             parts = ", ".join(f"{name} {size_words(part.nbytes)} {part.storage}" for name, part in entry.parts.items())
-            missing = f'<span class="pill warn">missing: {safe(", ".join(entry.missing))}</span>' if entry.missing else ""
+            missing = (
+                f'<span class="pill warn">missing: {safe(", ".join(entry.missing))}</span>' if entry.missing else ""
+            )
             kind = f"{entry.title}{f', {entry.variant}' if entry.variant else ''}, {size_words(entry.nbytes)}"
             lines.append(
                 f'<div class="model-line"><b>{safe(model_id(entry, studio))}</b><span>{safe(kind)}</span>'

@@ -95,7 +95,7 @@ def _waiting(snapshot: EngineSnapshot) -> str:
         return ""
     held = any(item.held for item in snapshot.queue)
     lines = "".join(
-        f'<li><span>{safe(item.request.prompt[:80] or "(no prompt)")}</span>'
+        f"<li><span>{safe(item.request.prompt[:80] or '(no prompt)')}</span>"
         f'<button type="button" class="quiet" data-do="drop" data-what="{safe(item.id)}">Remove</button></li>'
         for item in snapshot.queue[:MOST_WAITING]
     )

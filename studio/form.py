@@ -73,7 +73,9 @@ def _number(item: Knob, said: dict) -> gr.components.Component:
     bounded = item.low is not None and item.high is not None and not item.optional
     if bounded and item.kind is float and not step:
         step = 0.05 if item.high - item.low <= 2 else 0.1
-    coarse = bounded and 0 < (item.default - item.low) * 100 < item.high - item.low  # a slider could hardly hit the default
+    coarse = (
+        bounded and 0 < (item.default - item.low) * 100 < item.high - item.low
+    )  # a slider could hardly hit the default
     if bounded and not coarse and (item.high - item.low) / step <= MOST_SLIDER_STOPS:
         return gr.Slider(minimum=item.low, maximum=item.high, step=step, **said)
     return gr.Number(precision=0 if item.kind is int else None, step=step or None, **said)
@@ -147,4 +149,3 @@ def read_or_none(form: Form, values: Sequence, *, base=None):
         return read(form, values, base=base)
     except Trouble:
         return None
-

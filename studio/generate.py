@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,21 +9,16 @@ import gradio as gr
 
 from backend.host.engine import EngineSnapshot
 from backend.schema.knobs import knobs_of, to_values
-from backend.schema.messages import Trouble
-from backend.schema.request import GenerationRequest, LoraUse, request_to_values
-from studio import form, gallery, lora_rows, shelf
+from backend.schema.request import GenerationRequest, LoraUse
+from studio import form, gallery, lora_rows
 from studio.engine_view import busy, progress_panel
 from studio.form import Form
 from studio.lora_rows import LoraRows
-from studio.pictures import is_inside, keep_input, read_settings, stamp, to_trash
-from studio.restore import restore
-from studio.session import config_from, read_values, request_file, write_values
+from studio.pictures import is_inside, keep_input, stamp
+from studio.session import config_from, read_values, request_file
 from studio.studio import Studio, live
-from studio.words import notice, trouble_notice
 
-QUIET = {"show_progress": "hidden", "queue": False}
 FIELDS = ("model", "prompt", "negative_prompt", "width", "height", "num_inference_steps", "guidance", "seed", "count")
-GUESS_SEEDS = 2**32
 
 
 @dataclass(frozen=True)
@@ -34,6 +27,8 @@ class Generate:
 
     form: Form
     fresh: gr.Checkbox
+    dice: gr.Button
+    again: gr.Button
     start_picture: gr.Image
     rows: LoraRows
     go: gr.Button
@@ -73,7 +68,9 @@ def build(studio: Studio) -> Generate:
 
     with gr.Row(elem_classes="columns"):
         with gr.Column(scale=5, min_width=330, elem_classes="left"):
-            made = {"model": gr.Dropdown(label="Model", value=request.model, allow_custom_value=True, elem_id="set-model")}
+            made = {
+                "model": gr.Dropdown(label="Model", value=request.model, allow_custom_value=True, elem_id="set-model")
+            }
             made["prompt"] = control("prompt", info=None, placeholder="a red apple on a blue background", max_lines=8)
             made["negative_prompt"] = control("negative_prompt", info=None, lines=1, max_lines=4)
             with gr.Row(elem_classes="go-row"):
@@ -82,21 +79,25 @@ def build(studio: Studio) -> Generate:
             said = gr.HTML("", elem_id="said")
             plan = live(name="plan")
             with gr.Row(equal_height=True, elem_classes="fields"):
-                made["width"] = control("width", info=None, min_width=90)
-                made["height"] = control("height", info=None, min_width=90)
+                made["width"] = control("width", info=None, label="Width", min_width=90)
+                made["height"] = control("height", info=None, label="Height", min_width=90)
                 made["count"] = gr.Number(
-                    label="Pictures", value=request.count, precision=0, minimum=1, step=1, min_width=90, elem_id="set-count"
+                    label="Pictures",
+                    value=request.count,
+                    precision=0,
+                    minimum=1,
+                    step=1,
+                    min_width=90,
+                    elem_id="set-count",
                 )
             with gr.Row(equal_height=True, elem_classes="fields"):
                 made["num_inference_steps"] = control("num_inference_steps", info=None, min_width=150)
                 made["guidance"] = control("guidance", info=None, min_width=150)
             with gr.Row(equal_height=True, elem_classes="fields seed-row"):
-                made["seed"] = control("seed", info=None, min_width=110, scale=3)
-                fresh = gr.Checkbox(
-                    label="New seed each time", value=True, container=False, min_width=160, scale=2, elem_id="fresh-seed"
-                )
-                dice = gr.Button("Roll", size="sm", min_width=56, scale=0, elem_id="seed-dice")
-                again = gr.Button("Last", size="sm", min_width=56, scale=0, elem_id="seed-last")
+                made["seed"] = control("seed", info=None, min_width=110)
+                dice = gr.Button("Roll", size="sm", min_width=60, scale=0, elem_id="seed-dice")
+                again = gr.Button("Last one", size="sm", min_width=80, scale=0, elem_id="seed-last")
+            fresh = gr.Checkbox(label="New seed each time", value=True, container=False, elem_id="fresh-seed")
             with gr.Column(elem_classes="plain-group"):
                 gr.HTML('<h3 class="section">LoRAs</h3>')
                 rows = lora_rows.build([], loras)
@@ -121,21 +122,21 @@ def build(studio: Studio) -> Generate:
                     elem_id="drop-png",
                 )
         with gr.Column(scale=7, min_width=330, elem_classes="right"):
-            progress = live(name="progress")
             stage = live(name="stage")
+            progress = live(name="progress")
+            thumbs = live(name="thumbs")
             with gr.Row(elem_classes="actions"):
                 labels = ("Use these settings", "Start from this picture", "Move to trash")
                 actions = tuple(
-                    gr.Button(label, size="sm", min_width=120, elem_id=f"picture-{i}") for i, label in enumerate(labels)
+                    gr.Button(label, size="sm", min_width=90, visible=False, elem_id=f"picture-{i}")
+                    for i, label in enumerate(labels)
                 )
             receipt = live(name="receipt")
-            thumbs = live(name="thumbs")
     ordered = {name: made[name] for name in (*FIELDS, "denoising_strength")}
     tab = Generate(
-        Form(GenerationRequest, ordered), fresh, start_picture, rows, go, cancel, said, progress, stage, receipt, thumbs,
+        Form(GenerationRequest, ordered), fresh, dice, again, start_picture, rows, go, cancel, said, progress, stage, receipt, thumbs,
         actions, drop, plan,
     )  # fmt: skip
-    _wire_seed(studio, tab, dice, again)
     return tab
 
 
@@ -173,121 +174,6 @@ def fill(tab: Generate, request: GenerationRequest, loras: tuple[LoraUse, ...], 
     ]
 
 
-def _wire_seed(studio: Studio, tab: Generate, dice: gr.Button, again: gr.Button) -> None:
-    seed = tab.form.controls["seed"]
-    dice.click(lambda: (secrets.randbelow(GUESS_SEEDS), False), None, [seed, tab.fresh], **QUIET)
-
-    def last_seed():
-        picture = gallery.chosen_picture(studio, "")
-        try:
-            found = read_settings(picture).seed if picture else None
-        except Trouble:
-            found = None
-        return (gr.skip(), gr.skip()) if found is None else (found, False)
-
-    again.click(last_seed, None, [seed, tab.fresh], **QUIET)
-
-
-def wire(studio: Studio, tab: Generate, ui: gr.BrowserState, shown: gr.State, redraw: Callable) -> None:
-    """Binds what the buttons do. `redraw(event)` has the page drawn again after an event."""
-
-    def submit(choice: dict, *values):
-        try:
-            request = read_inputs(tab, values, studio)
-            if values[len(tab.form.controls)]:
-                request = replace(request, seed=secrets.randbelow(GUESS_SEEDS))
-            if not request.prompt.strip():
-                raise Trouble("bad_value", "The prompt is empty.", hint="Write what the picture shows.")
-            studio.engine.submit(request)
-            write_values(request_file(studio.places), request_to_values(request))
-        except Trouble as trouble:
-            return gr.skip(), trouble_notice(trouble), gr.skip()
-        return request.seed, "", choice | {"picture": ""}
-
-    seed = tab.form.controls["seed"]
-    for event in (tab.go.click, tab.form.controls["prompt"].submit):
-        redraw(event(submit, [ui, *tab.inputs], [seed, tab.said, ui], **QUIET))
-    redraw(tab.cancel.click(lambda: studio.engine.cancel(), None, None, **QUIET))
-
-    def remember(*values):
-        try:
-            request = read_inputs(tab, values, studio)
-        except (Trouble, OSError):
-            return  # half-typed; the next change comes soon
-        write_values(request_file(studio.places), request_to_values(request))
-
-    changes = [part.input for part in (*tab.form.components, *tab.rows.inputs)]
-    changes += [tab.start_picture.change, tab.rows.count.change]
-    gr.on(changes, remember, tab.inputs, None, trigger_mode="always_last", **QUIET)
-
-    def fit_model(model: str, *values):
-        request = form.read_or_none(tab.form, values)
-        if request is None:
-            return [gr.skip()] * len(values)
-        return form.fill(tab.form, replace(request, **shelf.request_defaults(shelf.models(studio), model, studio)))
-
-    model = tab.form.controls["model"]
-    model.input(fit_model, [model, *tab.form.components], tab.form.components, **QUIET)
-    _wire_pictures(studio, tab, ui, shown, redraw)
-
-
-def _wire_pictures(studio: Studio, tab: Generate, ui: gr.BrowserState, shown: gr.State, redraw: Callable) -> None:
-    def act(event: gr.EventData, choice: dict, seen: dict):
-        if event.do == "more":
-            return choice, seen | {"most": seen.get("most", gallery.PAGE_PICTURES) + gallery.PAGE_PICTURES}
-        return choice | {"picture": event.what}, seen
-
-    on = [ui, shown]
-    redraw(tab.thumbs.act(act, on, on, **QUIET))
-
-    def from_path(path: Path | None):
-        if path is None:
-            return [gr.skip()] * len(tab.form_outputs) + [notice("There is no picture yet.")]
-        try:
-            settings = read_settings(path)
-        except Trouble as trouble:
-            return [gr.skip()] * len(tab.form_outputs) + [trouble_notice(trouble)]
-        models = [value for _, value in shelf.model_choices(shelf.models(studio), studio)]
-        choices = shelf.lora_choices(shelf.loras(studio), studio)
-        files = [Path(value) for _, value in choices]
-        back = restore(settings, models=models, loras=files, places=studio.places)
-        write_values(request_file(studio.places), request_to_values(replace(back.request, loras=back.loras)))
-        words = " ".join(back.missing)
-        said = notice(words, kind="warn") if words else notice(f"These are the settings of {path.name}.", kind="good")
-        return [*fill(tab, back.request, back.loras, choices, fresh=False), said]
-
-    use, start, trash = tab.actions
-    use.click(lambda choice: from_path(gallery.chosen_picture(studio, choice["picture"])), ui, [*tab.form_outputs, tab.said], **QUIET)
-    tab.drop.upload(lambda path: from_path(Path(path)), tab.drop, [*tab.form_outputs, tab.said], **QUIET)
-
-    def start_from(choice: dict):
-        picture = gallery.chosen_picture(studio, choice["picture"])
-        return str(picture) if picture else gr.skip()
-
-    start.click(start_from, ui, tab.start_picture, **QUIET)
-
-    def discard(choice: dict):
-        picture = gallery.chosen_picture(studio, choice["picture"])
-        if picture is None or not is_inside(picture, (studio.places.outputs,)):
-            return choice, notice("There is no picture to move.")
-        try:
-            return choice | {"picture": ""}, notice(f"Moved to {to_trash(picture, studio.places)}.")
-        except OSError as error:
-            return choice, notice(f"{picture.name} could not be moved: {error.strerror}.", kind="bad")
-
-    redraw(trash.click(discard, ui, [ui, tab.said], **QUIET))
-
-    def act_on_progress(event: gr.EventData):
-        if event.do == "release":
-            studio.engine.release(event.what or None)
-        elif event.do == "drop":
-            studio.engine.cancel(event.what)
-        elif event.do == "dismiss":
-            studio.engine.dismiss()
-
-    redraw(tab.progress.act(act_on_progress, None, None, **QUIET))
-
-
 def view(studio: Studio, tab: Generate, choice: dict, seen: dict, snapshot: EngineSnapshot) -> tuple[list, dict]:
     """Updates for `tab.live_outputs`, and what was seen; skips what has not changed since."""
     making = snapshot.job is not None and not choice["picture"]
@@ -295,7 +181,9 @@ def view(studio: Studio, tab: Generate, choice: dict, seen: dict, snapshot: Engi
     most = seen.get("most", gallery.PAGE_PICTURES)
     now = {
         "progress": snapshot.revision,
-        "stage": (making, preview and snapshot.revision) if making else (choice["picture"], stamp(studio.places.outputs)),
+        "stage": (making, preview and snapshot.revision)
+        if making
+        else (choice["picture"], stamp(studio.places.outputs)),
         "thumbs": (choice["picture"], stamp(studio.places.outputs), most),
         "busy": busy(snapshot),
     }
@@ -307,7 +195,11 @@ def view(studio: Studio, tab: Generate, choice: dict, seen: dict, snapshot: Engi
     if "progress" in fresh:
         out[0] = progress_panel(snapshot)
     if "stage" in fresh:
-        out[1] = gallery.preview_stage(studio, Path(preview) if preview else None) if making else gallery.stage(studio, picture)
+        out[1] = (
+            gallery.preview_stage(studio, Path(preview) if preview else None)
+            if making
+            else gallery.stage(studio, picture)
+        )
         out[2] = "" if making else gallery.receipt(studio, picture)
         for i in range(len(tab.actions)):
             out[6 + i] = gr.update(visible=not making and picture is not None)
@@ -317,4 +209,3 @@ def view(studio: Studio, tab: Generate, choice: dict, seen: dict, snapshot: Engi
         out[4] = gr.update(value="Generate another" if now["busy"] else "Generate")
         out[5] = gr.update(interactive=now["busy"])
     return out, seen | now
-

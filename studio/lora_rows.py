@@ -77,7 +77,12 @@ def build(choices: Sequence[tuple[str, str]], uses: Sequence[LoraUse]) -> LoraRo
 
 def _wire(rows: LoraRows) -> None:
     quick = {"show_progress": "hidden", "queue": False}
-    rows.add.click(lambda count, *values: show(pairs(values)[:count] + [("", 1.0)]), [rows.count, *rows.inputs], rows.outputs, **quick)
+    rows.add.click(
+        lambda count, *values: show([*pairs(values)[:count], ("", 1.0)]),
+        [rows.count, *rows.inputs],
+        rows.outputs,
+        **quick,
+    )
     for i, button in enumerate(rows.removes):
         button.click(
             lambda count, *values, i=i: show([pair for j, pair in enumerate(pairs(values)[:count]) if j != i]),

@@ -43,9 +43,15 @@ def build(studio: Studio) -> ModelsTab:
         with gr.Column(scale=7, min_width=330, elem_classes="left"):
             with gr.Row(elem_classes="fields search-row"):
                 search = gr.Textbox(
-                    show_label=False, container=False, placeholder="Search by name, family, trigger word", elem_id="lora-search", scale=4
+                    show_label=False,
+                    container=False,
+                    placeholder="Search by name, family, trigger word",
+                    elem_id="lora-search",
+                    scale=4,
                 )
-                only = gr.Radio([ALL, FITTING], value=ALL, show_label=False, container=False, elem_id="lora-only", scale=4)
+                only = gr.Radio(
+                    [ALL, FITTING], value=ALL, show_label=False, container=False, elem_id="lora-only", scale=4
+                )
                 refresh = gr.Button("Look again", size="sm", scale=0, min_width=100, elem_id="lora-refresh")
             region = live(name="lora-cards")
             gr.HTML('<h3 class="section">Models</h3>')
@@ -53,7 +59,11 @@ def build(studio: Studio) -> ModelsTab:
         with gr.Column(scale=5, min_width=330, elem_classes="right"):
             said = gr.HTML("", elem_id="lora-said")
             with gr.Row(elem_classes="actions"):
-                labels = {"use": "Use in Generate", "again": "Train again with these settings", "discard": "Move to trash"}
+                labels = {
+                    "use": "Use in Generate",
+                    "again": "Train again with these settings",
+                    "discard": "Move to trash",
+                }
                 buttons = {
                     name: gr.Button(words, size="sm", min_width=110, visible=False, elem_id=f"lora-{name}")
                     for name, words in labels.items()

@@ -37,7 +37,9 @@ def newest(outputs: Path, *, most: int) -> list[Path]:
     found: list[Path] = []
     folders = sorted((f for f in _entries(outputs) if f.is_dir()), key=lambda f: f.name, reverse=True)
     for folder in [*folders, outputs]:
-        here = [f for f in _entries(folder) if f.suffix.lower() == ".png" and f.is_file() and not f.name.startswith(".")]
+        here = [
+            f for f in _entries(folder) if f.suffix.lower() == ".png" and f.is_file() and not f.name.startswith(".")
+        ]
         found += sorted(here, key=lambda f: (_modified(f), f.name), reverse=True)
         if len(found) >= most:
             break

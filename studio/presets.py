@@ -54,4 +54,6 @@ def apply(preset: Preset, config: TrainingConfig) -> TrainingConfig:
     try:
         return from_values(TrainingConfig, {**preset.values, **kept})
     except Trouble as trouble:
-        raise Trouble(trouble.kind, f"The preset {preset.title!r} cannot be used. {trouble.message}", hint=trouble.hint) from None
+        raise Trouble(
+            trouble.kind, f"The preset {preset.title!r} cannot be used. {trouble.message}", hint=trouble.hint
+        ) from None

@@ -129,7 +129,9 @@ def samples(studio: Studio, run: Run | None) -> str:
             for s in run.samples
             if s.step == step and s.path.is_file()
         )
-        rows.append(f'<div class="sample-row"><span>{f"step {step}" if step else "before"}</span><div>{tiles}</div></div>')
+        rows.append(
+            f'<div class="sample-row"><span>{f"step {step}" if step else "before"}</span><div>{tiles}</div></div>'
+        )
     prompts = list(dict.fromkeys(sample.prompt for sample in run.samples))
     legend = "".join(f"<li>{safe(prompt)}</li>" for prompt in prompts)
     return f'<h3 class="section">Samples</h3>{"".join(rows)}<ol class="caption prompts">{legend}</ol>'
@@ -192,4 +194,8 @@ def clock() -> float:
 
 
 def log_html(text: str) -> str:
-    return f'<pre class="log">{safe(text)}</pre>' if text else '<div class="empty small">Nothing has been written yet.</div>'
+    return (
+        f'<pre class="log">{safe(text)}</pre>'
+        if text
+        else '<div class="empty small">Nothing has been written yet.</div>'
+    )

@@ -80,14 +80,14 @@ def request_defaults(found: Sequence[ModelSpec | Trouble], value: str, studio: S
         return {"width": 128, "height": 128, "num_inference_steps": 12, "guidance": 3.0}
     family = family_of(found, value, studio)
     for module in studio.families:
-        if module.NAME == family and hasattr(module, "DEFAULTS"):
+        if family == module.NAME and hasattr(module, "DEFAULTS"):
             return dict(module.DEFAULTS.request)
     return {}
 
 
 def family_title(name: str, studio: Studio) -> str:
     """A family's name for people; "unknown family" for none."""
-    return next((module.TITLE for module in studio.families if module.NAME == name), name or "unknown family")
+    return next((module.TITLE for module in studio.families if name == module.NAME), name or "unknown family")
 
 
 def fits(spec: LoraSpec, family: str, studio: Studio) -> str:

@@ -126,7 +126,7 @@ def build(studio: Studio) -> Train:
                 start = gr.Button("Start training", variant="primary", elem_id="train-start")
             said = gr.HTML("", elem_id="train-said")
             plan = live(name="train-plan")
-            made |= form.folds(TrainingConfig, config, skip=tuple(made) + ("output_path", "resume_from_checkpoint"))
+            made |= form.folds(TrainingConfig, config, skip=(*tuple(made), "output_path", "resume_from_checkpoint"))
             with gr.Accordion("The same as a command", open=False, elem_id="command-fold", elem_classes="fold"):
                 command = gr.Code(
                     language="shell",

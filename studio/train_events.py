@@ -43,14 +43,18 @@ def _wire_form(studio: Studio, tab: Train) -> None:
         return command_of(config)
 
     parts = [part for name, part in tab.form.controls.items() if name != "dataset_base_path"]
-    gr.on([part.input for part in parts], changed, tab.form.components, tab.command, trigger_mode="always_last", **QUIET)
+    gr.on(
+        [part.input for part in parts], changed, tab.form.components, tab.command, trigger_mode="always_last", **QUIET
+    )
 
     def choose_preset(name: str, *values):
         preset = next((item for item in presets.presets(studio.places) if item.name == name), None)
         if preset is None:
             return [gr.skip()] * len(tab.form_outputs) + [""]
         try:
-            config = presets.apply(preset, form.read_or_none(tab.form, values, base=remembered(studio)) or remembered(studio))
+            config = presets.apply(
+                preset, form.read_or_none(tab.form, values, base=remembered(studio)) or remembered(studio)
+            )
         except Trouble as trouble:
             return [gr.skip()] * len(tab.form_outputs) + [trouble_notice(trouble)]
         write_config(training_file(studio.places), config)

@@ -24,7 +24,7 @@ def size_words(num_bytes: float) -> str:
 
 
 def time_words(seconds: float) -> str:
-    """"8 s", "2 min 05 s", "1 h 20 min"."""
+    """As "8 s", "2 min 05 s" or "1 h 20 min"."""
     whole = max(int(seconds + 0.5), 0)
     if whole < 60:
         return f"{whole} s"
@@ -41,7 +41,7 @@ def pace_words(seconds: float) -> str:
 
 
 def when_words(stamp: float, now: float) -> str:
-    """"just now", "5 min ago", "14:05" today, "3 Nov, 14:05" before."""
+    """As "just now", "5 min ago", "14:05" for today, "3 Nov, 14:05" before."""
     ago = now - stamp
     if ago < 60:
         return "just now"
