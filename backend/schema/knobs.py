@@ -218,9 +218,9 @@ def check(config) -> None:
                 "bad_value", f"{item.label} (--{item.name}) is {value!r}; it can be {', '.join(item.choices)}."
             )
         if item.low is not None and value < item.low:
-            raise Trouble("bad_value", f"{item.label} (--{item.name}) is {value}; the least is {item.low:g}.")
+            raise Trouble("bad_value", f"{item.label} (--{item.name}) is {value}; the least is {_plain(item.low)}.")
         if item.high is not None and value > item.high:
-            raise Trouble("bad_value", f"{item.label} (--{item.name}) is {value}; the most is {item.high:g}.")
+            raise Trouble("bad_value", f"{item.label} (--{item.name}) is {value}; the most is {_plain(item.high)}.")
 
 
 class _Flags(argparse.ArgumentParser):
@@ -301,7 +301,12 @@ def reference(cls: type, title: str) -> str:
 def _range(item: Knob) -> str:
     unit = f" {item.unit}" if item.unit else ""
     if item.low is not None and item.high is not None:
-        return f"{item.low:g} to {item.high:g}{unit}"
+        return f"{_plain(item.low)} to {_plain(item.high)}{unit}"
     if item.low is not None:
-        return f"{item.low:g} or more{unit}"
+        return f"{_plain(item.low)} or more{unit}"
     return item.unit
+
+
+def _plain(number: float) -> str:
+    """Whole numbers in full: 67108864, not 6.71089e+07."""
+    return str(int(number)) if float(number).is_integer() else f"{number:g}"

@@ -31,6 +31,7 @@ from backend.schema.training import TrainingConfig
 @dataclass(frozen=True)
 class Size:
     height: int | None = knob(None, help="Fixed height.", low=16, high=4096, unit="px")
+    big: int = knob(9, help="A large number.", low=-1, high=2**26)
     scale: float = knob(1.5, help="Scale: 100 % is 1.", low=0.0)
 
 
@@ -45,7 +46,7 @@ class Small:
 
 def test_knobs_are_found_in_order_with_their_place():
     found = list(knobs.knobs_of(Small))
-    assert [item.name for item in found] == ["title", "mode", "fast", "tags", "height", "scale"]
+    assert [item.name for item in found] == ["title", "mode", "fast", "tags", "height", "big", "scale"]
     height = found[4]
     assert (height.path, height.section, height.kind, height.optional) == (("size", "height"), "Size", int, True)
     assert (found[2].label, found[4].label) == ("Be fast", "Height")
@@ -68,6 +69,7 @@ WRONG = [
     ({"zzz": 1}, r"no setting called 'zzz'\. See docs/settings\.md"),
     ({"height": 15}, r"Height \(--height\) is 15; the least is 16\."),
     ({"height": 5000}, r"Height \(--height\) is 5000; the most is 4096\."),
+    ({"big": 2**26 + 1}, r"is 67108865; the most is 67108864\."),
     ({"height": "tall"}, r"Height \(--height\) is 'tall', which is not a whole number\."),
     ({"height": 16.5}, "is 16.5, which is not a whole number"),
     ({"height": True}, "is True, which is not a whole number"),
