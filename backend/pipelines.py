@@ -24,7 +24,8 @@ from backend import families
 from backend.catalog import beside, download
 from backend.catalog.identify import identify_files
 from backend.catalog.spec import ModelSpec
-from backend.engine.pipeline import Pipeline, Step
+from backend.engine.pipeline import Pipeline
+from backend.engine.preview import Step
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest, LoraReceipt
 from backend.schema.vram import VramConfig

@@ -1,4 +1,4 @@
-"""Between tensors and pictures: input pictures, results, previews."""
+"""Between tensors and pictures: input pictures and results."""
 
 from __future__ import annotations
 
@@ -47,28 +47,3 @@ def to_picture(pixels: torch.Tensor) -> Image.Image:
         )
     values = (values.permute(1, 2, 0).cpu().numpy() * 255).round().astype("uint8")
     return Image.fromarray(values)
-
-
-class LinearPreview:
-    """Colours of latent cells by a linear map, fitted to decoded pictures: a preview for next to nothing."""
-
-    def __init__(self):
-        self.weights: torch.Tensor | None = None  # (C + 1, 3)
-
-    def fit(self, latents: torch.Tensor, pixels: torch.Tensor) -> None:
-        """Learns from latents (1, C, h, w) and their pixels (1, 3, H, W)."""
-        cells = torch.nn.functional.adaptive_avg_pool2d(pixels.float(), latents.shape[-2:])[0].flatten(1).T.cpu()
-        self.weights = torch.linalg.lstsq(_with_one(latents), cells, driver="gelsd").solution
-
-    def draw(self, latents: torch.Tensor) -> Image.Image:
-        """A picture of one pixel per cell of latents (1, C, h, w), scaled up to be looked at."""
-        assert self.weights is not None, "fit comes first"
-        height, width = latents.shape[-2:]
-        picture = to_picture((_with_one(latents) @ self.weights).T.reshape(3, height, width).clamp(-1, 1))
-        scale = max(1, 256 // max(height, width))
-        return picture.resize((width * scale, height * scale), Image.Resampling.BICUBIC)
-
-
-def _with_one(latents: torch.Tensor) -> torch.Tensor:
-    cells = latents[0].float().flatten(1).T.cpu()
-    return torch.cat([cells, torch.ones(len(cells), 1)], dim=1)

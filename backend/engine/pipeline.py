@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 import torch
 from PIL import Image
@@ -15,25 +13,12 @@ from PIL import Image
 from backend import families
 from backend.catalog.spec import ModelSpec
 from backend.engine import Cancelled, load, lora, memory, pictures, sampling
+from backend.engine.preview import Preview, Step, watched
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest, LoraReceipt, LoraUse
 from backend.schema.vram import VramConfig
 
 KEPT_ENCODINGS = 64
-PREVIEW_CELLS = 32  # a preview is decoded by the VAE up to this many latent cells a side; above, drawn by a linear map
-PREVIEW_SHARE = 0.2  # of the time may go into previews
-PREVIEW_SECONDS = 0.4
-
-
-@dataclass(frozen=True)
-class Step:
-    """How far a picture is. `preview()` draws what it looks like now, or gives None where that would cost too much."""
-
-    step: int
-    steps: int
-    picture: int  # number of the picture, from 0
-    seconds_left: float  # of this picture
-    preview: Callable[[], Image.Image | None]
 
 
 class Pipeline:
@@ -61,7 +46,8 @@ class Pipeline:
         self.parts: dict[str, object] = {}
         self.placements: dict[str, object] = {}
         self._encodings: OrderedDict[str, dict] = OrderedDict()
-        self._linear = pictures.LinearPreview()
+        self._text_changed = False
+        self._preview = Preview(self.family, self.parts, self.placements, device=self.device, dtype=self.dtype)
         self._together = True
         for name in spec.parts:
             self._load(name, (configs or {}).get(name, VramConfig()), vram_limit_bytes, on_bytes)
@@ -121,8 +107,12 @@ class Pipeline:
         return self._encodings[prompt]
 
     def forget_prompts(self) -> None:
-        """Needed after the text encoder's weights have changed."""
-        self._encodings.clear()
+        """After LoRAs came or went: drops the encodings if the text encoder's weights were or are changed by one."""
+        text = {name for name, part in self.family.PARTS.items() if part.phase == "text"}
+        changed = any(text & set(one.hot) for one in self.adapters.loaded)
+        if changed or self._text_changed:
+            self._encodings.clear()
+        self._text_changed = changed
 
     @torch.no_grad()
     def encode_picture(self, picture: Image.Image, width: int, height: int, generator=None) -> torch.Tensor:
@@ -146,9 +136,9 @@ class Pipeline:
                 memory.give_back(self.device)
                 self.note("Memory ran out while the picture was decoded, so it was done again in tiles.")
                 pixels = self.family.decode(self.parts, latents.to(self.dtype), tiled=True)
-        if min(latents.shape[-2:]) > 1:
-            self._linear.fit(latents, pixels)
-        return pictures.to_picture(pixels[0])
+        picture = pictures.to_picture(pixels[0])
+        self._preview.learn(latents, pixels)
+        return picture
 
     def note(self, sentence: str) -> None:
         if sentence not in self.notes:
@@ -186,14 +176,14 @@ class Pipeline:
             source = pictures.open_picture(request.input_image)
         towards = self.encode_prompt(request.prompt)
         away = self.encode_prompt(request.negative_prompt) if request.guidance > 1 else None
-        shape = self.family.latent_shape(request.width, request.height)
-        if on_step and self._linear.weights is None and not self._decodes_previews(shape):
-            self._learn_preview()
+        if on_step and self._preview.must_learn(request.width, request.height):
+            with self.using("vae"):
+                self._preview.learn_from_noise()
         for number in range(request.count):
             if should_stop and should_stop():
                 raise Cancelled
             start = self._start(request, request.seed + number, source, noise if number == 0 else None)
-            watch = self._watch(number, len(start[1]) - 1, on_step)
+            watch = on_step and watched(number, len(start[1]) - 1, on_step, self._preview)
             latents = self._denoise(request, *start, towards, away, watch, should_stop)
             yield self.decode(latents, tiled=tiled)
 
@@ -245,48 +235,6 @@ class Pipeline:
             self.family, self.parts, towards, away, request.guidance, device=self.device, together=self._together
         )
         return sampling.sample(denoise, x, sigmas, on_step=on_step, should_stop=should_stop)
-
-    def _watch(self, number: int, num_steps: int, on_step):
-        """What `sampling.sample` calls after each step: times it, and offers previews that cost a bounded share of the time."""
-        if on_step is None:
-            return None
-        began = drawn = time.monotonic()
-        cost = 0.0
-
-        def preview(step: int, estimate: Callable[[], torch.Tensor]) -> Image.Image | None:
-            nonlocal drawn, cost
-            now = time.monotonic()
-            if step == num_steps or now - drawn < max(PREVIEW_SECONDS, cost / PREVIEW_SHARE):
-                return None
-            picture = self._preview(estimate())
-            drawn, cost = time.monotonic(), time.monotonic() - now
-            return picture
-
-        def after(step: int, estimate: Callable[[], torch.Tensor]) -> None:
-            pace = (time.monotonic() - began) / step
-            on_step(Step(step, num_steps, number, pace * (num_steps - step), partial(preview, step, estimate)))
-
-        return after
-
-    @torch.no_grad()
-    def _preview(self, latents: torch.Tensor) -> Image.Image | None:
-        """A small picture of latents (1, C, h, w) as expected at the end."""
-        if self._decodes_previews(latents.shape):
-            return pictures.to_picture(self.family.decode(self.parts, latents.to(self.dtype))[0])
-        return self._linear.draw(latents)
-
-    def _decodes_previews(self, shape) -> bool:
-        return max(shape[-2:]) <= PREVIEW_CELLS and "vae" not in self.placements
-
-    @torch.no_grad()
-    def _learn_preview(self) -> None:
-        """Fits the linear map to smooth noise, before the denoiser takes the card; every decoded picture betters it."""
-        with self.using("vae"):
-            generator = torch.Generator().manual_seed(0)
-            coarse = torch.randn((1, self.family.latent_shape(16, 16)[0], 8, 8), generator=generator)
-            smooth = torch.nn.functional.interpolate(coarse, scale_factor=4, mode="bicubic")
-            smooth = (smooth / smooth.std()).to(self.device, self.dtype)
-            self._linear.fit(smooth, self.family.decode(self.parts, smooth))
 
     def add_lora(self, part: str, source, *, strength: float = 1.0, hot: bool | None = None) -> LoraReceipt:
         """Adds a LoRA (a file or a state dict) to `part`, and its text encoder half to the text encoder if that is loaded."""

@@ -13,8 +13,9 @@ from backend.catalog import beside, download
 from backend.catalog.identify import identify_model
 from backend.catalog.spec import ModelSpec
 from backend.engine import Cancelled, light, memory, planning
-from backend.engine.pipeline import Pipeline, Step
+from backend.engine.pipeline import Pipeline
 from backend.engine.png import Previews, free_path, save_png
+from backend.engine.preview import Step
 from backend.engine.wire import Wire
 from backend.schema.knobs import from_file_text
 from backend.schema.messages import Trouble
