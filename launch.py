@@ -166,12 +166,15 @@ def sweep(python: str, data: Path) -> None:
     subprocess.run([python, "-m", "backend.host.ending", str(data)], cwd=ROOT, stdin=subprocess.DEVNULL)
 
 
-def greet(child: subprocess.Popen, options: argparse.Namespace, port: int, address: str) -> None:
+def greet(
+    child: subprocess.Popen, options: argparse.Namespace, port: int, address: str, answered: threading.Event
+) -> None:
     """Once the page answers: prints its address and opens the browser."""
     while not answers(reachable(options.host).strip("[]"), port):
         if child.poll() is not None:
             return
         time.sleep(0.1)
+    answered.set()
     print(f"\nLoft is at {address}   (Ctrl-C ends it)\n", flush=True)
     if not options.no_browser and has_screen():
         webbrowser.open(address)

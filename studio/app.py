@@ -17,8 +17,11 @@ from starlette.middleware import Middleware
 
 from backend.families import FAMILIES
 from backend.host import card, runs
+from backend.host.claim import claim, release
 from backend.host.ending import Ending, end_all
 from backend.host.engine import Engine
+from backend.host.processes import SUPERVISED
+from backend.schema import access
 from backend.schema.messages import Trouble
 from backend.schema.places import places
 from studio import (
@@ -158,59 +161,41 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def credentials(text: str) -> tuple[str, str] | None:
-    """(user, password) from `USER:PASSWORD` or from a file that holds it. Raises Trouble for anything else."""
-    if not text:
-        return None
-    if Path(text).is_file():
-        text = Path(text).read_text(encoding="utf-8").strip()
-    user, colon, password = text.partition(":")
-    if not (user and colon and password):
-        raise Trouble("bad_value", "--auth is not USER:PASSWORD, nor a file that holds such a line.")
-    return user, password
-
-
-def is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves the page until it is interrupted or asked to end; then ends what it started. Returns the exit code."""
     ending = Ending()
     args = parse(sys.argv[1:] if argv is None else argv)
     if args.data:
         os.environ["LOFT_DATA"] = str(Path(args.data).resolve())
+    here = places()
     try:
-        login = credentials(args.auth)
-        if login is None and not is_loopback(args.host):
-            hint = "Give --auth USER:PASSWORD, or leave --host at 127.0.0.1."
-            raise Trouble(
-                "no_password", f"{args.host} can be reached by others, so the page needs a password.", hint=hint
-            )
-        here = places()
+        logins = access.check(args.host, args.auth or None)
+        claim(here, port=args.port)
         engine = Engine(here, fake=args.fake)
-    except Trouble as trouble:
-        print(trouble, file=sys.stderr)
+    except (Trouble, OSError) as error:
+        print(error, file=sys.stderr)
         return 2
     try:
-        serve(Studio(here, engine, FAMILIES, args.root_path), args.host, args.port, login)
+        serve(Studio(here, engine, FAMILIES, args.root_path), args.host, args.port, logins)
         ending.wait()
+        end_all(engine, here, ending)
     except OSError as error:
         print(f"The page cannot be served on port {args.port}: {error}", file=sys.stderr)
         return 1
     finally:
-        end_all(engine, here, ending)
+        engine.stop()
+        release(here)
     return 0
 
 
-def serve(studio: Studio, host: str, port: int, login: tuple[str, str] | None) -> gr.Blocks:
+def serve(studio: Studio, host: str, port: int, logins: list[tuple[str, str]]) -> gr.Blocks:
     """Starts the server in its own thread and returns."""
     os.environ.setdefault("GRADIO_TEMP_DIR", str(studio.places.cache / "uploads"))
     page = build(studio)
     page.launch(
         server_name=host,
         server_port=port,
-        auth=login,
+        auth=logins or None,
         root_path=studio.root_path or None,
         allowed_paths=[str(folder) for folder in studio.served],
         theme=theme.theme(),
@@ -224,7 +209,8 @@ def serve(studio: Studio, host: str, port: int, login: tuple[str, str] | None) -
         prevent_thread_lock=True,
         app_kwargs={"middleware": [Middleware(Shield)], "docs_url": None, "redoc_url": None},
     )
-    print(f"Loft is at {page.local_url}", flush=True)
+    if not os.environ.get(SUPERVISED):  # the launcher says it
+        print(f"Loft is at {page.local_url}", flush=True)
     return page
 
 
