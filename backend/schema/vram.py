@@ -21,6 +21,7 @@ DTYPE_BYTES = {
     "bool": 1,
 }
 DISK = "disk"
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class VramPlan:
     streamed_blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
     tiled_vae: bool = False
     steps: tuple[PlanStep, ...] = ()
+    settings: dict[str, object] = field(default_factory=dict)  # training: knobs of the config that take this plan
     advice: str = ""
     peak_low_bytes: int = 0
     peak_high_bytes: int = 0

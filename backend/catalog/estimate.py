@@ -1,0 +1,267 @@
+"""Bytes and seconds of each phase of a job, in microseconds and without torch, before a byte of weights is there.
+
+Weights are counted exactly (`sizes`); working memory comes from closed forms that were fitted to traced runs (`assets/memory`, made by
+`python -m backend.engine.trace`); what only a machine can tell (context, libraries' workspaces) is a stated assumption until it is measured.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from backend.catalog.sizes import ModelSizes, PartSizes
+from backend.catalog.speed import Speed
+from backend.schema.vram import DTYPE_BYTES, PhasePlan
+
+MIB = 2**20
+POOL = {"least": 1.2, "native": 1.6, "expandable": 1.25}
+DENOISERS, DECODERS = ("dit", "dit2"), ("vae",)
+STAGING_BUFFERS = 2
+TRAINING_RUNGS = frozenset((
+    "use_gradient_checkpointing", "use_gradient_checkpointing_offload", "customized_optimizer", "fp8_models",
+    "enable_model_cpu_offload", "enable_optimizer_cpu_offload",
+))  # fmt: skip
+BASE_DEPTH = 2
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is asked of a model, in the numbers that bytes and seconds depend on."""
+
+    width: int = 1024
+    height: int = 1024
+    frames: int = 1
+    steps: int = 20
+    count: int = 1  # pictures, one after the other
+    guidance: bool = False  # both halves go through together
+    text_tokens: int = 128
+    reference_pictures: int = 0
+    from_picture: bool = False
+    lora_bytes: int = 0
+    computing: str = "bfloat16"
+    targets: str = ""  # "" generates; "attention", "all" or "full" trains
+    trained: tuple[str, ...] = ()  # parts with weights that train
+    rank: int = 32
+    trained_numel: int = 0
+    batch: int = 1
+    accumulates: bool = False
+    samples: bool = False
+    caches: bool = True  # encodings are computed once, encoders leave before the first step
+    decoder_dtype: str = "bfloat16"
+    total_steps: int = 1
+    can: frozenset[str] = TRAINING_RUNGS  # knobs that the trainer has
+
+
+@dataclass(frozen=True)
+class PartLayout:
+    """Where one part's weights are: always on the card, there in its phase, or block by block from `home`."""
+
+    mode: str = "resident"  # "resident" | "parked" | "streamed"
+    storage: str = "bfloat16"
+    home: str = "ram"  # "ram" | "disk", of what is not on the card
+    on_card: int = 0  # blocks that stay while the others are streamed
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A whole arrangement: one candidate of the planner."""
+
+    parts: dict[str, PartLayout] = field(default_factory=dict)
+    tiled: bool = False
+    checkpointed: bool = False
+    checkpoints_in_ram: bool = False
+    state_bytes: float = 8.0  # of the optimizer, per trained number
+    states_in_ram: bool = False
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What a process holds on the card beyond tensors, and in RAM before it begins."""
+
+    context_low_bytes: int = 256 * MIB
+    context_high_bytes: int = 460 * MIB
+    workspace_bytes: int = 40 * MIB  # matrix product libraries
+    ram_bytes: int = 900 * MIB  # interpreter, torch and CUDA libraries
+    pool: str = "expandable"  # which allocator: "native" where segments cannot grow (Windows)
+    learnt_bytes: int = 0  # measured minus predicted, on this device and family
+
+
+CPU_FIXED = Fixed(context_low_bytes=0, context_high_bytes=0, workspace_bytes=0, ram_bytes=500 * MIB)
+
+
+@dataclass(frozen=True)
+class Working:
+    """Live bytes of a stage, and the pool that an allocator needs for them."""
+
+    live: int = 0
+    least: int = 0
+    likely: int = 0
+
+
+def evaluate(form: dict, point: dict) -> float:
+    """The value of a closed form: the greatest of its sums."""
+    values = [math.prod([point[letter] for letter in name if letter != "1"]) for name in form["features"]]
+    return max(sum([a * b for a, b in zip(piece, values)]) for piece in form["pieces"])
+
+
+def point_of(sizes: ModelSizes, work: Work) -> dict:
+    """The variables of the closed forms: cells, frames, tokens, pictures at once, rank."""
+    geometry = sizes.geometry
+    h, w = max(2, work.height // geometry["compression"]), max(2, work.width // geometry["compression"])
+    f = 1 + (work.frames - 1) // geometry.get("frames_per_latent", 4) if geometry["video"] else 1
+    tokens = f * (h // geometry["patch"]) * (w // geometry["patch"])
+    multiple = geometry.get("token_multiple", 1)
+    tokens = -(-tokens // multiple) * multiple + work.reference_pictures * min(tokens, 4096)
+    text = -(-work.text_tokens // multiple) * multiple
+    passes = work.batch if work.targets else 2 if work.guidance else 1
+    return {"h": h, "w": w, "f": f, "n": max(tokens, 1), "t": text, "b": passes, "r": work.rank}
+
+
+def denoise(part: PartSizes, point: dict, work: Work, fixed: Fixed) -> Working:
+    """One pass through the transformer."""
+    one, factor = _form(part, f"denoise/{{}}/b{min(point['b'], 2)}", work.computing)
+    if one is None:
+        return _unknown(part, point, fixed)
+    live = evaluate(one, point)
+    if point["b"] > 2:
+        first, _ = _form(part, "denoise/{}/b1", work.computing)
+        live += (point["b"] - 2) * (live - evaluate(first, point))
+    return _working(live * factor, one, fixed)
+
+
+def step(part: PartSizes, point: dict, work: Work, layout: Layout, fixed: Fixed) -> tuple[Working, int, int]:
+    """A training step: its working memory where backward begins and where it ends, and bytes of checkpoints among the former."""
+    kind = f"step/{work.targets}/{'checkpointed' if layout.checkpointed else 'kept'}/{{}}"
+    base = "d" + "-".join(str(BASE_DEPTH) for _ in part.depths)
+    form, factor = _form(part, f"{kind}/b1/{base}", work.computing)
+    if form is None:
+        return _unknown(part, point, fixed), 0, 0
+    shallow = [evaluate(_form(part, f"{kind}/b{b}/{base}", work.computing)[0], point) for b in (1, 2)]
+    live = shallow[0] + (point["b"] - 1) * (shallow[1] - shallow[0])
+    ends, kept = live, 0.0
+    for index, depth in enumerate(part.depths.values()):
+        word = "d" + "-".join(str(BASE_DEPTH + (index == i)) for i in range(len(part.depths)))
+        deeper = evaluate(_form(part, f"{kind}/b1/{word}", work.computing)[0], point)
+        second, _ = _form(part, f"{kind}/b2/{word}", work.computing)
+        slope = deeper - shallow[0]
+        more = evaluate(second, point) - shallow[1] - slope if second is not None else slope
+        kept += (depth - BASE_DEPTH) * (slope + (point["b"] - 1) * more)
+    if layout.checkpoints_in_ram:
+        return _working(live * factor, form, fixed), int(ends * factor), int(kept * factor)
+    working = _working(live * factor, form, fixed)
+    whole = int(kept * factor)  # kept tensors lie side by side: no fragments between them
+    return Working(working.live + whole, working.least + whole, working.likely + whole), int(ends * factor), whole
+
+
+def text(part: PartSizes, point: dict, work: Work, fixed: Fixed) -> Working:
+    """A prompt through a text encoder."""
+    form, factor = _form(part, "text/{}/b1", work.computing)
+    return _working(evaluate(form, point) * factor, form, fixed) if form else _unknown(part, {"n": point["t"]}, fixed)
+
+
+def decode(part: PartSizes, point: dict, dtype: str, fixed: Fixed, *, tiled: bool = False, stage: str = "decode") -> Working:
+    """Latents to pixels (or, `stage` "encode", back), whole or in tiles."""
+    kind = "video" if point["f"] > 1 else "picture"
+    whole, factor = _form(part, f"{stage}/{{}}/{kind}", dtype)
+    if whole is None:
+        return Working(*(int(point["h"] * point["w"] * point["f"] * 2**17 * s) for s in (1, 1.2, 1.4)))
+    bytes_whole = evaluate(whole, point) * factor
+    if tiled and stage == "decode":
+        form, times = _form(part, f"decode_tiled/{{}}/{kind}", dtype)
+        bytes_tiled = evaluate(form, point) * times
+        if bytes_tiled < bytes_whole:
+            return _working(bytes_tiled, form, fixed)
+    return _working(bytes_whole, whole, fixed)
+
+
+def operations(part: PartSizes, point: dict, prefix: str = "operations") -> float:
+    """Floating-point operations of one pass of one picture through the part."""
+    if not part.depths:
+        kind = "video" if point.get("f", 1) > 1 else "picture"
+        form = part.table.get("forms", {}).get(f"{prefix}/{kind}") or part.table.get("forms", {}).get("operations/d")
+        return evaluate(form, point) if form else 2.0 * part.numel * point.get("t", 1)
+    base = "d" + "-".join(str(BASE_DEPTH) for _ in part.depths)
+    forms = part.table.get("forms", {})
+    if f"operations/{base}" not in forms:
+        return 2.0 * part.numel * (point.get("n", 0) + point.get("t", 0))
+    shallow = evaluate(forms[f"operations/{base}"], point)
+    total = shallow
+    for index, depth in enumerate(part.depths.values()):
+        word = "d" + "-".join(str(BASE_DEPTH + (index == i)) for i in range(len(part.depths)))
+        total += (depth - BASE_DEPTH) * (evaluate(forms[f"operations/{word}"], point) - shallow)
+    return total
+
+
+def on_card(part: PartSizes, layout: PartLayout, active: bool, computing: str) -> tuple[int, int]:
+    """(weights, staging) bytes on the card while the part computes, or while it does not."""
+    if not active:
+        return (part.bytes(layout.storage, computing), 0) if layout.mode == "resident" else (0, 0)
+    cast = part.largest_block(computing, computing) if layout.storage.startswith("float8") else 0
+    if layout.mode != "streamed":
+        return part.bytes(layout.storage, computing), cast
+    stays = part.resident_bytes(layout.on_card, layout.storage, computing)
+    buffers = STAGING_BUFFERS * part.largest_block(layout.storage, computing) if layout.on_card < len(part.blocks) else 0
+    return part.around(layout.storage, computing) + stays, buffers + cast
+
+
+def moved_bytes(part: PartSizes, layout: PartLayout, computing: str) -> int:
+    """Bytes that one pass over the blocks brings to the card."""
+    if layout.mode != "streamed" or not part.blocks:
+        return 0
+    whole = part.resident_bytes(len(part.blocks), layout.storage, computing)
+    return whole - part.resident_bytes(layout.on_card, layout.storage, computing)
+
+
+def off_card(part: PartSizes, layout: PartLayout, computing: str) -> int:
+    """Bytes in RAM of a part that waits there."""
+    waits = layout.mode != "resident" and layout.home == "ram"
+    return part.bytes(layout.storage, computing) if waits else 0
+
+
+def phase(
+    name: str, weights: dict[str, int], working: Working, fixed: Fixed, *,
+    staging: int = 0, adapter: int = 0, ram: int = 0, seconds: tuple[float, float] = (0.0, 0.0),
+) -> PhasePlan:  # fmt: skip
+    """The stacked bar of one phase."""
+    held = sum(weights.values()) + staging + adapter + fixed.workspace_bytes + fixed.learnt_bytes
+    return PhasePlan(
+        name=name,
+        weights_bytes=weights,
+        working_bytes=working.live,
+        adapter_bytes=adapter,
+        staging_bytes=staging,
+        peak_low_bytes=max(0, held + working.least + fixed.context_low_bytes),
+        peak_high_bytes=max(0, held + working.likely + fixed.context_high_bytes),
+        ram_bytes=ram + fixed.ram_bytes,
+        seconds=seconds,
+    )
+
+
+def compute_seconds(flops: float, speed: Speed) -> tuple[float, float]:
+    return flops / speed.flops, flops / speed.flops * speed.spread
+
+
+def move_seconds(nbytes: float, home: str, speed: Speed) -> float:
+    return nbytes / (speed.link_bytes if home == "ram" else min(speed.disk_bytes, speed.link_bytes))
+
+
+def _form(part: PartSizes, key: str, dtype: str) -> tuple[dict | None, float]:
+    """The closed form for `dtype`, or the nearest one and the factor between them."""
+    forms = part.table.get("forms", {})
+    wanted = "float32" if dtype == "float32" else "bfloat16"
+    if (found := forms.get(key.format(wanted))) is not None:
+        return found, 1.0
+    other = "bfloat16" if wanted == "float32" else "float32"
+    return forms.get(key.format(other)), DTYPE_BYTES[wanted] / DTYPE_BYTES[other]
+
+
+def _working(live: float, form: dict, fixed: Fixed) -> Working:
+    pool = form.get("pool", POOL)
+    return Working(int(live), int(live * pool["least"]), int(live * pool[fixed.pool]))
+
+
+def _unknown(part: PartSizes, point: dict, fixed: Fixed) -> Working:
+    """A rough figure for a network that no table knows: its widest block's activations are like its width times the tokens."""
+    width = math.sqrt(max((block.matrix for block in part.blocks), default=part.numel / 12) / 12)
+    live = point.get("n", 1) * max(width, 64) * 2 * 30
+    return _working(live, {}, fixed)

@@ -1,0 +1,59 @@
+"""What runs on this machine really took: kept in `user/measured.json`, and used to correct the next prediction."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from backend.catalog.estimate import Fixed
+from backend.catalog.speed import write_json
+from backend.schema.vram import GIB, Card
+
+KEPT = 20  # last runs per device and family
+LIMIT = 2 * GIB  # a correction beyond this means another cause than context and fragments
+
+
+def remember(
+    file: Path, card: Card, family: str, *, kind: str, predicted_bytes: int, measured_bytes: int, seconds: float = 0.0, learnt_bytes: int = 0,
+) -> None:  # fmt: skip
+    """Keeps one run. `kind` says what ran ("generate 1024x1024", ...); `learnt_bytes` is the correction that the prediction held."""
+    known = _read(file)
+    runs = known.setdefault(_key(card, family), [])
+    runs.append({
+        "kind": kind, "predicted": predicted_bytes, "measured": measured_bytes, "correction": learnt_bytes,
+        "seconds": seconds, "time": time.time(),
+    })  # fmt: skip
+    del runs[:-KEPT]
+    write_json(file, known)
+
+
+def corrected(fixed: Fixed, card: Card, family: str, file: Path) -> Fixed:
+    """`fixed` with the median of what this device and family took more (or less) than was predicted without correction."""
+    runs = _read(file).get(_key(card, family), [])
+    if len(runs) < 2:  # one run may have had a cause of its own
+        return fixed
+    more = statistics.median(run["measured"] - (run["predicted"] - run.get("correction", 0)) for run in runs[-5:])
+    return replace(fixed, learnt_bytes=int(max(-LIMIT, min(LIMIT, more))))
+
+
+def last(file: Path, card: Card, family: str, kind: str = "") -> tuple[int, int, float] | None:
+    """(predicted, measured, seconds) of the latest run of that kind, for "last time: predicted 9.8, measured 9.6"."""
+    for run in reversed(_read(file).get(_key(card, family), [])):
+        if not kind or run["kind"] == kind:
+            return run["predicted"], run["measured"], run["seconds"]
+    return None
+
+
+def _key(card: Card, family: str) -> str:
+    return f"{card.device.partition(':')[0]}/{card.name}/{family}"
+
+
+def _read(file: Path) -> dict:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,180 @@
+"""The arrangements that each phase of a job can take, and what each costs. Pure; the planner puts them together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from backend.catalog import estimate
+from backend.catalog.estimate import DENOISERS, Fixed, Layout, PartLayout, Work
+from backend.catalog.sizes import ModelSizes, PartSizes
+from backend.catalog.speed import Speed
+from backend.schema.vram import PhasePlan
+
+FP8 = "float8_e4m3fn"
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What every option is judged by."""
+
+    sizes: ModelSizes
+    work: Work
+    point: dict
+    speed: Speed
+    fixed: Fixed
+    budget_bytes: int
+    homes: tuple[str, ...]  # where weights may wait
+    storages: tuple[str, ...]
+
+    @property
+    def encoders(self) -> list[PartSizes]:
+        return [part for name, part in self.sizes.parts.items() if name not in (*DENOISERS, "vae")]
+
+    @property
+    def denoisers(self) -> list[PartSizes]:
+        return [self.sizes.parts[name] for name in DENOISERS if name in self.sizes.parts]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One arrangement of one phase (or of two that share it)."""
+
+    layout: Layout
+    phases: tuple[PhasePlan, ...]
+    rungs: tuple[str, ...] = ()
+    lossy: int = 0
+    off_card_bytes: int = 0  # in RAM, as long as the job lasts
+    extra_seconds: float = 0.0  # of bringing weights in, once
+
+    @property
+    def high(self) -> int:
+        return max(phase.peak_high_bytes for phase in self.phases)
+
+    @property
+    def low(self) -> int:
+        return max(phase.peak_low_bytes for phase in self.phases)
+
+    @property
+    def seconds(self) -> float:
+        return sum(phase.seconds[1] for phase in self.phases)
+
+
+def part_layouts(terms: Terms, *, modes: tuple[str, ...] = ("parked", "streamed")) -> Iterator[tuple[PartLayout, tuple[str, ...], int]]:
+    """Every way to keep a part: (layout, rungs, number of lossy ones)."""
+    for mode in modes:
+        for home in terms.homes if mode != "resident" else terms.homes[:1]:
+            for storage in terms.storages:
+                rungs = [rung for rung, taken in (
+                    ("park", mode != "resident"), ("fp8", storage == FP8), ("stream", mode == "streamed"),
+                    ("disk", mode != "resident" and home == "disk" and len(terms.homes) > 1),
+                ) if taken]  # fmt: skip
+                yield PartLayout(mode, storage, home), tuple(rungs), int(storage == FP8)
+
+
+def text_options(terms: Terms, modes=("parked", "streamed")) -> list[Option]:
+    """Encoding the prompts (both, one after the other, with guidance)."""
+    if not terms.encoders:
+        return [Option(Layout(), ())]
+    found = []
+    for layout, rungs, lossy in part_layouts(terms, modes=modes):
+        parts = {part.name: _filled(part, layout, estimate.text(part, terms.point, terms.work, terms.fixed), terms) for part in terms.encoders}
+        weights, staging, working, moved = {}, 0, estimate.Working(), 0.0
+        flops = sum(estimate.operations(part, terms.point) for part in terms.encoders)
+        for part in terms.encoders:
+            held, buffers = estimate.on_card(part, parts[part.name], True, terms.work.computing)
+            weights[part.name], staging = held, max(staging, buffers)
+            working = max(working, estimate.text(part, terms.point, terms.work, terms.fixed), key=lambda one: one.likely)
+            moved += _entering(part, parts[part.name], terms) + _passing(part, parts[part.name], terms)
+        passes = 2 if terms.work.guidance else 1
+        low, high = estimate.compute_seconds(flops * passes, terms.speed)
+        ram = sum(estimate.off_card(part, parts[part.name], terms.work.computing) for part in terms.encoders)
+        phase = estimate.phase("text", weights, working, terms.fixed, staging=staging, ram=ram, seconds=(low + moved, high + moved))
+        found.append(Option(Layout(parts), (phase,), _named("text", rungs), lossy, ram))
+    return found
+
+
+def denoise_options(terms: Terms, modes=("parked", "streamed")) -> list[Option]:
+    """All steps of all pictures."""
+    found, work = [], terms.work
+    working = max((estimate.denoise(part, terms.point, work, terms.fixed) for part in terms.denoisers), key=lambda one: one.likely)
+    one_pass = {**terms.point, "b": 1}
+    flops = estimate.operations(terms.denoisers[0], one_pass) * terms.point["b"]
+    low, high = estimate.compute_seconds(flops, terms.speed)
+    for layout, rungs, lossy in part_layouts(terms, modes=modes):
+        parts = {part.name: _filled(part, layout, working, terms, extra=work.lora_bytes) for part in terms.denoisers}
+        first = parts[terms.denoisers[0].name]
+        held, staging = estimate.on_card(terms.denoisers[0], first, True, work.computing)
+        weights = {terms.denoisers[0].name: held}
+        if first.mode == "resident":
+            weights = {part.name: estimate.on_card(part, parts[part.name], True, work.computing)[0] for part in terms.denoisers}
+        cast = terms.denoisers[0].numel * 3 / terms.speed.memory_bytes if layout.storage == FP8 else 0.0
+        moved = estimate.move_seconds(estimate.moved_bytes(terms.denoisers[0], first, work.computing), first.home, terms.speed)
+        entering = sum(_entering(part, parts[part.name], terms) for part in terms.denoisers)
+        runs = work.steps * work.count
+        ram = sum(estimate.off_card(part, parts[part.name], work.computing) for part in terms.denoisers)
+        seconds = tuple(max(pace + cast, moved) * runs + entering for pace in (low, high))
+        phase = estimate.phase(
+            "denoise", weights, working, terms.fixed, staging=staging, adapter=work.lora_bytes, ram=ram, seconds=seconds
+        )
+        found.append(Option(Layout(parts), (phase,), _named("dit", rungs), lossy, ram))
+    return found
+
+
+def decode_options(terms: Terms, modes=("parked",)) -> list[Option]:
+    """Latents to pictures, and a given picture to latents before."""
+    part, found = terms.sizes.parts.get("vae"), []
+    if part is None:
+        return [Option(Layout(), ())]
+    for mode in modes:
+        for tiled in (False, True):
+            layout = PartLayout(mode, terms.work.computing, terms.homes[0])
+            found.append(_decoded(terms, part, layout, tiled))
+    return found
+
+
+def _decoded(terms: Terms, part: PartSizes, layout: PartLayout, tiled: bool) -> Option:
+    work, dtype = terms.work, terms.work.decoder_dtype
+    weights = {"vae": part.bytes(dtype, dtype)}
+    flops = estimate.operations(part, terms.point, "operations/decode")
+    low, high = (seconds * work.count for seconds in estimate.compute_seconds(flops * (1.8 if tiled else 1.0), terms.speed))
+    entering = _entering(part, layout, terms)
+    working = estimate.decode(part, terms.point, dtype, terms.fixed, tiled=tiled)
+    phases = [estimate.phase("decode", weights, working, terms.fixed, seconds=(low + entering, high + entering))]
+    if work.from_picture or work.reference_pictures:
+        flops = estimate.operations(part, terms.point, "operations/encode")
+        first = estimate.decode(part, terms.point, dtype, terms.fixed, stage="encode")
+        phases.insert(0, estimate.phase("encode", weights, first, terms.fixed, seconds=estimate.compute_seconds(flops, terms.speed)))
+    rungs = (("tile",) if tiled else ()) + (("park",) if layout.mode == "parked" else ())
+    ram = estimate.off_card(part, layout, dtype)
+    return Option(Layout({"vae": layout}, tiled=tiled), tuple(phases), rungs, int(tiled), ram)
+
+
+def _filled(part: PartSizes, layout: PartLayout, working, terms: Terms, extra: int = 0) -> PartLayout:
+    """A streamed part with as many blocks staying on the card as the budget allows."""
+    if layout.mode != "streamed":
+        return layout
+    fixed, count = terms.fixed, len(part.blocks)
+    room = terms.budget_bytes - working.likely - extra - fixed.context_high_bytes - fixed.workspace_bytes - fixed.learnt_bytes
+    low, high = 0, max(count - 1, 0)
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = sum(estimate.on_card(part, replace(layout, on_card=middle), True, terms.work.computing)) <= room
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return replace(layout, on_card=low)
+
+
+def _entering(part: PartSizes, layout: PartLayout, terms: Terms) -> float:
+    """Seconds to bring in what stays on the card for the phase."""
+    if layout.mode == "resident":
+        return 0.0
+    nbytes = estimate.on_card(part, layout, True, terms.work.computing)[0]
+    return estimate.move_seconds(nbytes, layout.home, terms.speed)
+
+
+def _passing(part: PartSizes, layout: PartLayout, terms: Terms) -> float:
+    return estimate.move_seconds(estimate.moved_bytes(part, layout, terms.work.computing), layout.home, terms.speed)
+
+
+def _named(part: str, rungs: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(rung if rung == "park" else f"{rung}:{part}" for rung in rungs)

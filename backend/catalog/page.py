@@ -1,0 +1,113 @@
+"""What the page asks per keystroke: one call, no torch, well under a millisecond beside the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from backend.catalog import learnt
+from backend.catalog.plan import budget_of, plan_here
+from backend.catalog.sizes import ModelSizes, sizes_of
+from backend.catalog.spec import ModelSpec
+from backend.catalog.speed import what_if
+from backend.schema.preferences import Preferences
+from backend.schema.vram import GIB, Card, VramPlan
+
+WHAT_IF_GIB = (8, 12, 16, 24, 48, 80)
+
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One phase as a stacked bar: (label, bytes) from the left, and where its peak lies between."""
+
+    phase: str
+    segments: tuple[tuple[str, int], ...]
+    low_bytes: int
+    high_bytes: int
+
+
+@dataclass(frozen=True)
+class PageEstimate:
+    """Everything that the page shows beside its button."""
+
+    plan: VramPlan
+    card: Card
+    budget_bytes: int
+    bars: tuple[Bar, ...]
+    headline: str  # "Needs 7.9-8.4 of 12.0 GiB: fits, streaming the transformer."
+    sentences: tuple[str, ...]  # of the plan, for behind the fold
+    last_time: str = ""  # "Last time: predicted 9.8 GiB, measured 9.6 GiB."
+    estimating: bool = False  # a part's working memory is a rough guess until the tracing helper has answered
+
+
+def estimate_for_page(
+    model: ModelSpec | ModelSizes | str, card: Card, job, preferences: Preferences | None = None, *, user: Path, what_if_card: str = "",
+) -> PageEstimate:  # fmt: skip
+    """`job`: a GenerationRequest or a TrainingConfig. `user`: the folder of what was measured here (`places().user`).
+
+    `what_if_card`: "" for `card` itself, or "8GiB", "rtx3060", ... Raises Trouble for a model of unknown size, ValueError for an unknown card.
+    """
+    preferences = preferences or Preferences()
+    if what_if_card:
+        ram = card.ram_total_bytes / GIB or 64.0
+        card = what_if(what_if_card, ram_gib=ram, reserve_gib=preferences.reserve_gib)[0]
+    sizes = model if isinstance(model, ModelSizes) else sizes_of(model, folder=user / "memory")
+    found = plan_here(sizes, card, job, preferences, user=user)
+    return PageEstimate(
+        plan=found,
+        card=card,
+        budget_bytes=budget_of(card),
+        bars=tuple(_bar(phase, card) for phase in found.phases),
+        headline=_headline(found, card),
+        sentences=tuple(_priced(step) for step in found.steps),
+        last_time=_last_time(user, card, sizes),
+        estimating=bool(sizes.estimating),
+    )
+
+
+def _bar(phase, card: Card) -> Bar:
+    weights = tuple((name, nbytes) for name, nbytes in phase.weights_bytes.items() if nbytes)
+    held = sum(nbytes for _, nbytes in weights) + phase.staging_bytes + phase.adapter_bytes + phase.working_bytes
+    more = (
+        ("staging", phase.staging_bytes), ("working memory", phase.working_bytes), ("LoRA and optimizer", phase.adapter_bytes),
+        ("libraries and fragments", max(0, phase.peak_high_bytes - held)),
+        ("reserve", card.reserve_bytes), ("used by others", card.used_by_others_bytes),
+    )  # fmt: skip
+    return Bar(phase.name, weights + tuple((name, nbytes) for name, nbytes in more if nbytes), phase.peak_low_bytes, phase.peak_high_bytes)
+
+
+def _headline(found: VramPlan, card: Card) -> str:
+    low, high = found.peak_low_bytes / GIB, found.peak_high_bytes / GIB
+    need = f"{low:.1f}" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f}-{high:.1f}"
+    words = {
+        "green": f"fits{_with(found)}", "amber": f"may just fit{_with(found)}", "red": "does not fit",
+    }[found.verdict]  # fmt: skip
+    return f"Needs {need} of {card.total_bytes / GIB:.1f} GiB: {words}. {found.advice}".strip()
+
+
+def _with(found: VramPlan) -> str:
+    words = {
+        "park": "parts taking turns", "fp8": "FP8 weights", "stream": "streaming", "tile": "a tiled decode", "disk": "weights on disk",
+        "checkpoint": "gradient checkpointing", "checkpoint_ram": "checkpoints in RAM", "optimizer_8bit": "an 8-bit optimizer",
+        "optimizer_ram": "the optimizer in RAM",
+    }  # fmt: skip
+    kinds = dict.fromkeys(step.rung.partition(":")[0] for step in found.steps)
+    return f" with {', '.join(words[kind] for kind in kinds)}" if kinds else ""
+
+
+def _priced(step) -> str:
+    return f"{step.sentence} About {step.slowdown:.2g} times the seconds of that phase." if step.slowdown >= 1.05 else step.sentence
+
+
+def _last_time(user: Path, card: Card, sizes: ModelSizes) -> str:
+    if not card.measured:
+        return ""
+    found = learnt.last(user / "measured.json", card, sizes.family)
+    return f"Last time: predicted {found[0] / GIB:.1f} GiB, measured {found[1] / GIB:.1f} GiB." if found else ""
+
+
+def what_if_cards(card: Card, reserve_gib: float = 0.6) -> tuple[Card, ...]:
+    """This machine's card, then the usual sizes."""
+    ram = card.ram_total_bytes / GIB or 64.0
+    return (card, *(replace(what_if(f"{gib}GiB", ram_gib=ram, reserve_gib=reserve_gib)[0]) for gib in WHAT_IF_GIB))

@@ -1,0 +1,265 @@
+"""The plan: model, card and job -> the fastest arrangement that fits, phase by phase, with its price in seconds and in exactness.
+
+`plan` is a pure function. The measures are those of the ladder: park what a phase does not need; store in FP8; stream blocks, as few as
+needed; tile the VAE; for training also checkpointing, checkpoints in RAM, an 8-bit optimizer; disk at the bottom. Every combination is
+arithmetic on a few numbers, so all are compared: of those whose likely peak fits, the fastest wins, an exact one before a lossy one
+of the same speed. With more memory more combinations fit, so a larger card is never slower.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from backend.catalog import learnt, options, sentences, training
+from backend.catalog.estimate import CPU_FIXED, DENOISERS, Fixed, Layout, PartLayout, Work, on_card, point_of
+from backend.catalog.options import FP8, Option, Terms
+from backend.catalog.sizes import ModelSizes, sizes_of, spread
+from backend.catalog.spec import ModelSpec
+from backend.catalog.speed import Speed, speed_of
+from backend.catalog.work import work_of_request, work_of_training
+from backend.schema.preferences import Preferences
+from backend.schema.request import GenerationRequest
+from backend.schema.vram import DISK, GIB, Card, VramConfig, VramPlan
+
+RAM_SHARE = 0.9  # of the free RAM may hold weights
+
+
+def plan(
+    spec: ModelSpec | ModelSizes | str,
+    card: Card,
+    job: GenerationRequest | Work | object,
+    preferences: Preferences | None = None,
+    *,
+    speed: Speed | None = None,
+    fixed: Fixed | None = None,
+    folder: Path | None = None,
+) -> VramPlan:
+    """How `job` (a request, a `TrainingConfig`, or a `Work`) is best done with this model on this card.
+
+    `spec` may be the name of a published model. `speed` and `fixed` are what is known of the machine (`speed_of`, `learnt.fixed_of`);
+    `folder` holds tables traced here. Never refuses: where nothing fits, `fits` is False and `advice` says what would help most.
+    """
+    sizes = spec if isinstance(spec, ModelSizes) else sizes_of(spec, folder=folder)
+    preferences = preferences or Preferences()
+    own = Layout()
+    if isinstance(job, GenerationRequest):
+        work = work_of_request(job, sizes, computing=_computing(card))
+    elif isinstance(job, Work):
+        work = job
+    else:
+        work, own = work_of_training(job, sizes)
+    terms = _terms(sizes, work, card, preferences, speed or speed_of(card), fixed or fixed_of(card))
+    groups = training.groups(terms, own) if work.targets else generation_groups(terms)
+    best, fits, verdict = _choose(groups, terms, card)
+    return _emit(best, terms, card, fits, verdict, groups)
+
+
+def fixed_of(card: Card) -> Fixed:
+    """What this process assumes of the device: nothing on a CPU; growing segments wherever torch has them."""
+    if card.device == "cpu":
+        return CPU_FIXED
+    return Fixed(pool="native" if sys.platform == "win32" else "expandable")
+
+
+def budget_of(card: Card) -> int:
+    """Bytes that a job may take on the card."""
+    left = card.total_bytes - card.used_by_others_bytes
+    return max(0, (min(card.free_bytes, left) if card.device == "cpu" else left) - card.reserve_bytes)
+
+
+def _computing(card: Card) -> str:
+    return "bfloat16" if "bfloat16" in card.dtypes else "float16" if "float16" in card.dtypes else "float32"
+
+
+def _terms(sizes, work: Work, card: Card, preferences: Preferences, speed: Speed, fixed: Fixed) -> Terms:
+    allowed = preferences.allow_fp8 and FP8 in card.dtypes and "full" != work.targets
+    storages = (work.computing, FP8) if allowed else (work.computing,)
+    homes = (DISK,) if card.device == "cpu" else ("ram", DISK)
+    return Terms(sizes, work, point_of(sizes, work), speed, fixed, budget_of(card), homes, storages)
+
+
+def generation_groups(terms: Terms) -> list[list[tuple[Option, ...]]]:
+    """Lists of options to combine: once with every part always on the card, once with parts taking turns."""
+    all_there = [_together(terms, *each) for each in itertools.product(
+        options.text_options(terms, ("resident",)), options.denoise_options(terms, ("resident",)),
+        options.decode_options(terms, ("resident",)),
+    )]  # fmt: skip
+    in_turn = [options.text_options(terms), options.denoise_options(terms), options.decode_options(terms)]
+    return [[all_there], in_turn]
+
+
+def _together(terms: Terms, *each: Option) -> Option:
+    """Options whose parts are all on the card at once: each phase also holds the others' weights."""
+    parts = {name: layout for option in each for name, layout in option.layout.parts.items()}
+    phases = []
+    for option in each:
+        for phase in option.phases:
+            others = {
+                name: on_card(terms.sizes.parts[name], layout, False, terms.work.computing)[0]
+                for name, layout in parts.items() if name not in phase.weights_bytes
+            }  # fmt: skip
+            more = sum(others.values())
+            phases.append(replace(
+                phase, weights_bytes=phase.weights_bytes | others,
+                peak_low_bytes=phase.peak_low_bytes + more, peak_high_bytes=phase.peak_high_bytes + more,
+            ))  # fmt: skip
+    rungs = tuple(dict.fromkeys(rung for option in each for rung in option.rungs))
+    layout = Layout(parts, tiled=any(option.layout.tiled for option in each))
+    return Option(layout, tuple(phases), rungs, sum(option.lossy for option in each))
+
+
+def _choose(groups, terms: Terms, card: Card) -> tuple[tuple[Option, ...], bool, str]:
+    """(options, fits, verdict): the fastest combination whose likely peak fits, else the one that needs least."""
+    ram = card.ram_free_bytes * RAM_SHARE - terms.fixed.ram_bytes if card.ram_free_bytes else float("inf")
+    fastest, least = None, None
+    for group in groups:
+        for chosen in itertools.product(*map(_worth_having, group)):
+            if sum(option.off_card_bytes for option in chosen) > max(ram, 0):
+                continue
+            high = max(option.high for option in chosen)
+            key = (sum(option.seconds for option in chosen), sum(option.lossy for option in chosen), high)
+            if high <= terms.budget_bytes and (fastest is None or key < fastest[0]):
+                fastest = key, chosen
+            if least is None or (high, *key) < least[0]:
+                least = (high, *key), chosen
+    if fastest is not None:
+        return fastest[1], True, "green"
+    assert least is not None, "disk needs no RAM, so some combination is always left"
+    possible = max(option.low for option in least[1]) <= terms.budget_bytes
+    return least[1], possible, "amber" if possible else "red"
+
+
+def _worth_having(found: list[Option]) -> list[Option]:
+    """Without options that another one beats in everything."""
+    keys = [(one.high, one.seconds, one.lossy, one.off_card_bytes) for one in found]
+    return [
+        one for index, one in enumerate(found)
+        if not any(
+            all(a <= b for a, b in zip(other, keys[index])) and (other != keys[index] or at < index)
+            for at, other in enumerate(keys) if at != index
+        )
+    ]  # fmt: skip
+
+
+def _emit(chosen: tuple[Option, ...], terms: Terms, card: Card, fits: bool, verdict: str, groups) -> VramPlan:
+    layout = merged(chosen)
+    phases = tuple(phase for option in chosen for phase in option.phases)
+    ram = sum(option.off_card_bytes for option in chosen) + terms.fixed.ram_bytes
+    phases = tuple(replace(phase, ram_bytes=max(phase.ram_bytes, ram)) for phase in phases)
+    resident, streamed = {}, {}
+    for name, part in layout.parts.items():
+        blocks = len(terms.sizes.parts[name].blocks)
+        stay = spread(blocks, part.on_card) if part.mode == "streamed" else tuple(range(blocks))
+        resident[name] = stay
+        streamed[name] = tuple(index for index in range(blocks) if index not in set(stay))
+    return VramPlan(
+        fits=fits,
+        verdict=verdict,
+        phases=phases,
+        configs={name: config_of(part, card.device, _dtype_of(name, terms)) for name, part in layout.parts.items()},
+        vram_limit_gib=_limit(layout, terms),
+        resident_blocks=resident,
+        streamed_blocks=streamed,
+        tiled_vae=layout.tiled,
+        steps=sentences.steps(chosen, terms, groups),
+        settings=training.settings(layout, terms) if terms.work.targets else {},
+        advice="" if fits and verdict == "green" else sentences.advice(chosen, terms, card),
+        peak_low_bytes=max((phase.peak_low_bytes for phase in phases), default=0),
+        peak_high_bytes=max((phase.peak_high_bytes for phase in phases), default=0),
+        ram_bytes=ram,
+        disk_bytes=terms.sizes.file_bytes,
+        seconds=(sum(phase.seconds[0] for phase in phases), sum(phase.seconds[1] for phase in phases)),
+    )
+
+
+def merged(chosen: tuple[Option, ...]) -> Layout:
+    """One layout of all options."""
+    parts = {name: part for option in chosen for name, part in option.layout.parts.items()}
+    trained = next((one.layout for one in chosen if one.layout.state_bytes != 8.0 or one.layout.checkpointed), Layout())
+    return replace(trained, parts=parts, tiled=any(option.layout.tiled for option in chosen))
+
+
+def _dtype_of(name: str, terms: Terms) -> str:
+    return terms.work.decoder_dtype if name == "vae" else terms.work.computing
+
+
+def config_of(part: PartLayout, device: str, computing: str) -> VramConfig:
+    """The four states that make the engine do what `part` says."""
+    storage = part.storage if part.storage.startswith("float8") else computing
+    if part.mode == "resident":
+        if storage == computing:
+            return VramConfig()
+        return VramConfig(storage, device, storage, device, storage, device, computing, device)
+    waits = (None, DISK) if part.home == DISK else (storage, "cpu")
+    if part.mode == "parked":
+        return VramConfig(*waits, storage, device, storage, device, computing, device)
+    return VramConfig(*waits, *waits, storage, device, computing, device)
+
+
+def _limit(layout: Layout, terms: Terms) -> float | None:
+    """What blocks of a streamed part may take on the card, GiB; the engine keeps as many as that holds."""
+    names = [*(name for name in DENOISERS if name in layout.parts), *layout.parts]
+    for name in names:
+        if layout.parts[name].mode == "streamed":
+            held = sum(on_card(terms.sizes.parts[name], layout.parts[name], True, terms.work.computing))
+            return round(held / GIB + 0.0005, 3)
+    return None
+
+
+def plan_here(spec, card: Card, job, preferences: Preferences | None, *, user: Path) -> VramPlan:
+    """`plan` with what was measured on this machine: calibration and peaks in the folder `user`, traced tables beside them."""
+    sizes = spec if isinstance(spec, ModelSizes) else sizes_of(spec, folder=user / "memory")
+    fixed = learnt.corrected(fixed_of(card), card, sizes.family, user / "measured.json")
+    return plan(sizes, card, job, preferences, speed=speed_of(card, user / "calibration.json"), fixed=fixed)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """`python -m backend.catalog.plan MODEL [--card 12GiB | --card rtx3060] [--train ...]`."""
+    import argparse
+
+    from backend.catalog import report
+    from backend.catalog.speed import what_if
+    from backend.schema import knobs
+    from backend.schema.messages import Trouble
+    from backend.schema.training import TrainingConfig
+
+    parser = argparse.ArgumentParser(prog="python -m backend.catalog.plan", description="What fits on a card, and how.")
+    parser.add_argument("model", help="a published model's name (such as FLUX.1-dev), or a model's folder or file")
+    parser.add_argument("--card", default="12GiB", help="12GiB, rtx3060, ...")
+    parser.add_argument("--ram", type=float, default=64.0, help="RAM of that machine, GiB")
+    parser.add_argument("--size", default="", help="WIDTHxHEIGHT")
+    parser.add_argument("--exact", action="store_true", help="no FP8")
+    parser.add_argument("--train", nargs=argparse.REMAINDER, help="plan a training run; what follows are its flags")
+    said = parser.parse_args(argv)
+    try:
+        model = _model(said.model)
+        sizes = sizes_of(model)
+        card, speed = what_if(said.card, ram_gib=said.ram)
+        width, height = (int(side) for side in said.size.lower().split("x")) if said.size else (None, None)
+        if said.train is not None:
+            job = knobs.from_flags(TrainingConfig, said.train)
+        else:
+            from backend.catalog.work import work_of_defaults
+
+            job = work_of_defaults(sizes, **({"width": width, "height": height} if width else {}))
+        found = plan(sizes, card, job, Preferences(allow_fp8=not said.exact), speed=speed)
+    except (Trouble, ValueError) as error:
+        parser.error(str(error))
+    print(report.table(found, card, title=sizes.title))
+
+
+def _model(name: str) -> ModelSpec | str:
+    """A folder or file is identified, which takes the families; anything else is a published name."""
+    if not Path(name).exists():
+        return name
+    import importlib
+
+    families = importlib.import_module("backend.families").FAMILIES
+    return importlib.import_module("backend.catalog.identify").identify_model(Path(name), families)
+
+
+if __name__ == "__main__":
+    main()

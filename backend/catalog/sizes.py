@@ -1,0 +1,229 @@
+"""How many bytes the weights of a part are, whole and by block, in the dtypes that a plan may store them in. No torch.
+
+Sizes come from a model's own headers, or, for a model that is not there yet, from what is published of it (`assets/memory`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from backend.catalog.spec import ModelSpec, PartSpec
+from backend.schema.messages import Trouble
+from backend.schema.places import ASSETS
+from backend.schema.vram import DTYPE_BYTES
+
+MEMORY = ASSETS / "memory"
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Parameters of a block: in matrices (what FP8 stores), in what stays in the computing dtype, in what stays float32."""
+
+    matrix: int = 0
+    rest: int = 0
+    precise: int = 0
+
+    def bytes(self, storage: str, computing: str) -> int:
+        wide = DTYPE_BYTES[computing]
+        return self.matrix * DTYPE_BYTES[storage] + self.rest * wide + self.precise * max(wide, 4)
+
+
+@dataclass(frozen=True, eq=False)
+class PartSizes:
+    """One part: its blocks in the order in which they compute, and what lies around them."""
+
+    name: str
+    kind: str  # class of the network
+    table: dict  # closed forms of its working memory, {} where none are known
+    blocks: tuple[Numbers, ...]
+    other: Numbers
+    depths: dict[str, int] = field(default_factory=dict)  # module list -> number of blocks
+    linears: dict[str, tuple[int, int, int]] = field(default_factory=dict)  # kind of module -> (out, in, how many)
+    file_bytes: int = 0  # as stored on disk
+
+    @lru_cache(maxsize=4096)  # noqa: B019 (parts are few and live as long as their models are listed)
+    def bytes(self, storage: str, computing: str) -> int:
+        """All weights, blocks stored as `storage`. What lies around the blocks is never stored in FP8."""
+        return self.around(storage, computing) + sum(block.bytes(storage, computing) for block in self.blocks)
+
+    def around(self, storage: str, computing: str) -> int:
+        return self.other.bytes(computing if storage.startswith("float8") else storage, computing)
+
+    @lru_cache(maxsize=4096)  # noqa: B019
+    def resident_bytes(self, count: int, storage: str, computing: str) -> int:
+        """Of `count` blocks, evenly spread as the engine keeps them."""
+        return sum(self.blocks[index].bytes(storage, computing) for index in spread(len(self.blocks), count))
+
+    @lru_cache(maxsize=4096)  # noqa: B019
+    def largest_block(self, storage: str, computing: str) -> int:
+        return max((block.bytes(storage, computing) for block in self.blocks), default=0)
+
+    @property
+    def numel(self) -> int:
+        return sum(one.matrix + one.rest + one.precise for one in (self.other, *self.blocks))
+
+
+def spread(count: int, chosen: int) -> tuple[int, ...]:
+    """`chosen` of the numbers below `count`, evenly spaced, as the engine keeps them: transfers then hide behind the blocks in between."""
+    return tuple(index for index in range(count) if (index + 1) * chosen // count > index * chosen // count)
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """A model as the planner sees it."""
+
+    family: str
+    title: str
+    parts: dict[str, PartSizes]
+    geometry: dict  # compression, patch, video, frames_per_latent
+    defaults: dict  # width, height, steps, ... of a first picture
+    published: bool = False  # from what is published rather than from files
+    estimating: tuple[str, ...] = ()  # parts whose working memory no table knows
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(part.file_bytes for part in self.parts.values())
+
+
+def fingerprint(kind: str, shapes: dict[str, tuple], blocks: tuple[str, ...], flags: tuple[str, ...] = ()) -> str:
+    """A short word for networks alike in everything but depth.
+
+    `shapes`: parameter name -> shape. Of the module lists `blocks` the first members alone count. `flags`: settings of the class
+    that change what it computes and not what it stores.
+    """
+    kept = []
+    for name, shape in shapes.items():
+        home = next((block for block in blocks if name.startswith(f"{block}.")), None)
+        if home is None or name.removeprefix(f"{home}.").partition(".")[0] == "0":
+            kept.append([name, list(shape)])
+    text = json.dumps([kind, sorted(kept), sorted(flags)], separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@lru_cache(maxsize=1)
+def published() -> dict:
+    """Networks and models known by name: `assets/memory/published.json`."""
+    return json.loads((MEMORY / "published.json").read_text(encoding="utf-8"))
+
+
+@lru_cache(maxsize=8)
+def tables(folder: Path | None = None) -> dict[str, dict]:
+    """Fingerprint -> sizes and closed forms: those that ship, then those that were traced here (in `folder`)."""
+    found: dict[str, dict] = {}
+    for path in sorted(MEMORY.glob("*.json")) + (sorted(folder.glob("*.json")) if folder and folder.is_dir() else []):
+        for table in json.loads(path.read_text(encoding="utf-8")).get("tables", ()):
+            found[table["key"]] = table
+    return found
+
+
+def sizes_of(model: ModelSpec | str, *, folder: Path | None = None) -> ModelSizes:
+    """Sizes of a model: a spec (from its headers), or the name or id of a published one, such as "FLUX.1-dev".
+
+    `folder`: tables traced on this machine. Raises Trouble("not_recognised") for an unknown name.
+    """
+    if not isinstance(model, ModelSpec):
+        return _of_name(model, folder)
+    kept = _KEPT.get(id(model))
+    if kept is None or kept[0]() is not model or kept[1] != folder or kept[2].estimating:
+        kept = _KEPT[id(model)] = (weakref.ref(model, lambda _, key=id(model): _KEPT.pop(key, None)), folder, _of_spec(model, folder))
+    return kept[2]
+
+
+_KEPT: dict[int, tuple] = {}  # a spec's thousands of tensors are read once, not at every keystroke
+
+
+def known_models() -> tuple[str, ...]:
+    """Titles of the published models."""
+    return tuple(variant["title"] for family in published()["families"].values() for variant in family["variants"].values())
+
+
+def _of_name(name: str, folder: Path | None) -> ModelSizes:
+    wanted = name.strip().lower()
+    for family, facts in published()["families"].items():
+        for key, variant in facts["variants"].items():
+            ids = [key, variant["title"], *variant["ids"], *(one.partition("/")[2] for one in variant["ids"])]
+            if wanted in (one.lower() for one in ids):
+                parts = {part: _published_part(part, said, folder) for part, said in variant["parts"].items()}
+                geometry = variant.get("geometry", facts["geometry"])
+                return ModelSizes(family, variant["title"], parts, geometry, variant["defaults"], published=True)
+    raise Trouble(
+        "not_recognised",
+        f"No sizes are known of a model called {name!r}.",
+        hint=f"Known are {', '.join(known_models())}; or give a folder.",
+    )
+
+
+def _published_part(name: str, said: dict, folder: Path | None) -> PartSizes:
+    kind = said["network"].partition(":")[2]
+    facts = published()["networks"][kind]
+    depths = {block: said["config"][key] for block, key in facts["blocks"].items()}
+    table = next((one for one in tables(folder).values() if one["network"] == kind and _made_from(one, said["config"])), None)
+    assert table is not None, f"assets/memory has no table of {kind} {said['config']}"
+    blocks = [Numbers(**_counts(table["numel"][block])) for block, depth in depths.items() for _ in range(depth)]
+    other = Numbers(**_counts(table["numel"][""]))
+    linears = _counted(table, depths)
+    sizes = PartSizes(name, kind, table, tuple(blocks), other, depths, linears)
+    return PartSizes(**{**sizes.__dict__, "file_bytes": sizes.bytes("bfloat16", "bfloat16")})
+
+
+def _made_from(table: dict, config: dict) -> bool:
+    return config in table["configs"]
+
+
+def _counts(numel: dict) -> dict:
+    return {key: numel[key] for key in ("matrix", "rest", "precise")}
+
+
+def _counted(table: dict, depths: dict[str, int]) -> dict[str, tuple[int, int, int]]:
+    found: dict[str, tuple[int, int, int]] = {}
+    for home, numel in table["numel"].items():
+        for name, (rows, columns) in numel["linears"].items() if home else ():
+            found[f"{home}.{name}"] = (rows, columns, depths[home])
+    return found
+
+
+def _of_spec(spec: ModelSpec, folder: Path | None) -> ModelSizes:
+    facts = published()["families"].get(spec.family, {})
+    parts = {name: _read_part(part, folder) for name, part in spec.parts.items()}
+    estimating = tuple(name for name, part in parts.items() if not part.table)
+    variant = facts.get("variants", {}).get(spec.variant) or next(iter(facts.get("variants", {}).values()), {})
+    geometry = variant.get("geometry") or facts.get("geometry") or {"compression": 8, "patch": 2, "video": False}
+    return ModelSizes(spec.family, spec.title, parts, geometry, variant.get("defaults", {}), estimating=estimating)
+
+
+def _read_part(part: PartSpec, folder: Path | None) -> PartSizes:
+    kind = part.network.rpartition(":")[2]
+    facts = published()["networks"].get(kind, {"blocks": {}})
+    lists = tuple(facts["blocks"])
+    counts: dict[tuple[str, int], list[int]] = {}
+    linears: dict[str, list[int]] = {}
+    for name, at in part.tensors.items():
+        home = next((block for block in lists if name.startswith(f"{block}.")), "")
+        index, _, inner = name.removeprefix(f"{home}.").partition(".") if home else ("0", "", name)
+        numbers = counts.setdefault((home, int(index)), [0, 0])
+        size = 1
+        for side in at.shape:
+            size *= side
+        matrix = len(at.shape) == 2 and name.endswith(".weight") and bool(home)
+        numbers[0 if matrix else 1] += size
+        if matrix:
+            owner = f"{home}.{inner}".removesuffix(".weight")
+            linears.setdefault(owner, [at.shape[0], at.shape[1], 0])[2] += 1
+    shapes = {name: tuple(at.shape) for name, at in part.tensors.items()}
+    flags = tuple(flag for flag in facts.get("flags", ()) if part.config.get(flag))
+    table = tables(folder).get(fingerprint(kind, shapes, lists, flags), {})
+    blocks = tuple(Numbers(*counts[key]) for key in _in_order(counts, lists))
+    depths = {home: sum(1 for key in counts if key[0] == home) for home in lists}
+    other = Numbers(*counts.get(("", 0), (0, 0)))
+    return PartSizes(
+        part.name, kind, table, blocks, other, depths, {k: tuple(v) for k, v in linears.items()}, part.nbytes
+    )
+
+
+def _in_order(counts: dict, lists: tuple[str, ...]) -> list[tuple[str, int]]:
+    return sorted((key for key in counts if key[0]), key=lambda key: (lists.index(key[0]), key[1]))

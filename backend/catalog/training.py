@@ -1,0 +1,146 @@
+"""The arrangements of a training run: encode, step, sample; and the settings that make the trainer take them."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+from backend.catalog import estimate, options
+from backend.catalog.estimate import Layout, PartLayout, Working
+from backend.catalog.options import FP8, Option, Terms
+from backend.catalog.sizes import PartSizes
+
+MOMENTS_8BIT = 2.1  # bytes for each trained number: two moments and their scales
+CPU_UPDATE_BYTES = 20e9  # of RAM that an update on the CPU goes through, a second
+
+
+def groups(terms: Terms, own: Layout) -> list[list[list[Option]]]:
+    """What can be combined: encoding (encoders take turns and leave), and the steps with the samples between them."""
+    if not terms.work.caches:
+        return [[step_options(terms, own, beside=terms.encoders)]]
+    encoding = [*options.text_options(terms)] if terms.encoders else []
+    found = [_renamed(option, "text", "cache text") for option in encoding] or [Option(Layout(), ())]
+    return [[found, [_encode_pictures(terms)], step_options(terms, own)]]
+
+
+def _renamed(option: Option, old: str, new: str) -> Option:
+    return replace(option, phases=tuple(replace(one, name=new if one.name == old else one.name) for one in option.phases))
+
+
+def _encode_pictures(terms: Terms) -> Option:
+    part = terms.sizes.parts.get("vae")
+    if part is None:
+        return Option(Layout(), ())
+    dtype = terms.work.decoder_dtype
+    working = estimate.decode(part, {**terms.point, "b": 1}, dtype, terms.fixed, stage="encode")
+    layout = PartLayout("parked", dtype, terms.homes[-1])
+    phase = estimate.phase("cache pictures", {"vae": part.bytes(dtype, dtype)}, working, terms.fixed)
+    return Option(Layout({"vae": layout}), (phase,))
+
+
+def step_options(terms: Terms, own: Layout, *, beside: list[PartSizes] = ()) -> list[Option]:
+    """Every allowed way to take a step. `beside`: parts that must be on the card too (a text encoder that trains)."""
+    work, can = terms.work, terms.work.can
+    checkpoints = {(own.checkpointed, own.checkpoints_in_ram)}
+    if "use_gradient_checkpointing" in can:
+        checkpoints.add((True, own.checkpoints_in_ram))
+    if "use_gradient_checkpointing_offload" in can and terms.homes[0] == "ram":
+        checkpoints.add((True, True))
+    states = {own.state_bytes} | ({MOMENTS_8BIT} if "customized_optimizer" in can and own.state_bytes == 8.0 else set())
+    if terms.homes[0] != "ram":
+        states = {own.state_bytes}  # 8-bit optimizers need a card
+    where = {own.states_in_ram} | ({True} if "enable_optimizer_cpu_offload" in can and terms.homes[0] == "ram" else set())
+    modes = ("resident", "streamed") if "enable_model_cpu_offload" in can and work.targets != "full" else ("resident",)
+    found = []
+    for (checkpointed, in_ram), state, outside in itertools.product(sorted(checkpoints), sorted(states), sorted(where)):
+        layout = replace(own, checkpointed=checkpointed, checkpoints_in_ram=in_ram, state_bytes=state, states_in_ram=outside)
+        for part, rungs, lossy in options.part_layouts(terms, modes=modes):
+            if part.storage == FP8 and "fp8_models" not in can:
+                continue
+            taken = _taken(own, layout)
+            found.append(_step(terms, layout, part, (*taken, *options._named("dit", rungs)), lossy + (state != own.state_bytes), beside))
+    return found
+
+
+def _taken(own: Layout, layout: Layout) -> tuple[str, ...]:
+    pairs = (
+        ("checkpoint", layout.checkpointed and not own.checkpointed),
+        ("checkpoint_ram", layout.checkpoints_in_ram and not own.checkpoints_in_ram),
+        ("optimizer_8bit", layout.state_bytes != own.state_bytes),
+        ("optimizer_ram", layout.states_in_ram and not own.states_in_ram),
+    )
+    return tuple(name for name, taken in pairs if taken)
+
+
+def _step(terms: Terms, layout: Layout, kept: PartLayout, rungs, lossy: int, beside) -> Option:
+    part, work, fixed = terms.denoisers[0], terms.work, terms.fixed
+    working, ends, checkpoints = estimate.step(part, terms.point, work, layout, fixed)
+    numel, grads = work.trained_numel, 4 * work.trained_numel
+    state = 0 if layout.states_in_ram else int(layout.state_bytes * numel)
+    updating = 0 if layout.states_in_ram else 4 * numel  # the square roots of the second moments, all at once
+    working = _least_beside(working, ends, updating, 0 if work.accumulates else grads)
+    whole = part.numel * 4 if work.targets == "full" and part.name in work.trained else None
+    adapter = (0 if whole else 4 * numel) + grads + state
+    kept = options._filled(part, kept, working, terms, extra=adapter + sum(one.bytes(work.computing, work.computing) for one in beside))
+    held, staging = (whole, 0) if whole else estimate.on_card(part, kept, True, work.computing)
+    weights = {part.name: held} | {one.name: one.bytes(work.computing, work.computing) for one in beside}
+    ram = estimate.off_card(part, kept, work.computing)
+    ram += checkpoints if layout.checkpoints_in_ram else 0
+    ram += int(layout.state_bytes * numel) + grads if layout.states_in_ram else 0
+    phases = [estimate.phase(
+        "step", weights, working, fixed, staging=staging, adapter=adapter, ram=ram,
+        seconds=_seconds(terms, layout, kept, checkpoints),
+    )]  # fmt: skip
+    if work.samples:
+        phases.append(_sample(terms, weights, staging, adapter))
+    return Option(replace(layout, parts={part.name: kept}), tuple(phases), tuple(rungs), lossy, ram)
+
+
+def _least_beside(working: Working, ends: int, updating: int, later: int) -> Working:
+    """What is needed beside weights, gradients and states: where backward begins (`later` bytes of gradients are not there yet),
+    where it ends, or while the optimizer updates."""
+    return Working(*(max(value - later, ends, updating, 0) for value in (working.live, working.least, working.likely)))
+
+
+def _seconds(terms: Terms, layout: Layout, kept: PartLayout, checkpoints: int) -> tuple[float, float]:
+    work, part, speed = terms.work, terms.denoisers[0], terms.speed
+    passes = (3 if work.targets == "full" else 2) + layout.checkpointed
+    flops = estimate.operations(part, {**terms.point, "b": 1}) * work.batch * passes
+    moved = estimate.moved_bytes(part, kept, work.computing) * (2 + layout.checkpointed - (1 if layout.checkpointed else 0))
+    aside = estimate.move_seconds(moved, kept.home, speed)
+    if layout.checkpoints_in_ram:
+        aside += 2 * checkpoints / speed.link_bytes
+    cast = part.numel * 3 * passes / speed.memory_bytes if kept.storage == FP8 else 0.0
+    update = work.trained_numel * (28 / CPU_UPDATE_BYTES + 8 / speed.link_bytes) if layout.states_in_ram else 0.0
+    if layout.state_bytes == MOMENTS_8BIT:
+        update += work.trained_numel * 40 / speed.memory_bytes
+    low, high = estimate.compute_seconds(flops, speed)
+    return tuple((max(pace + cast, aside) + update) * work.total_steps for pace in (low, high))
+
+
+def _sample(terms: Terms, weights: dict[str, int], staging: int, adapter: int):
+    """A picture between steps: no gradients matter, the VAE is there too (in float32, as the trainer keeps it)."""
+    work, fixed = terms.work, terms.fixed
+    vae = terms.sizes.parts.get("vae")
+    point = {**terms.point, "b": 2 if work.guidance else 1}
+    working = estimate.denoise(terms.denoisers[0], point, work, fixed)
+    if vae is not None:
+        weights = weights | {"vae": vae.bytes(work.decoder_dtype, work.decoder_dtype)}
+        working = max(working, estimate.decode(vae, point, work.decoder_dtype, fixed), key=lambda one: one.likely)
+    return estimate.phase("sample", weights, working, fixed, staging=staging, adapter=adapter)
+
+
+def settings(layout: Layout, terms: Terms) -> dict[str, object]:
+    """Knobs of `TrainingConfig` that take this arrangement; only such as the config has."""
+    wanted: dict[str, object] = {
+        "use_gradient_checkpointing": layout.checkpointed,
+        "use_gradient_checkpointing_offload": layout.checkpoints_in_ram,
+        "enable_optimizer_cpu_offload": layout.states_in_ram,
+        "enable_model_cpu_offload": layout.parts[terms.denoisers[0].name].mode == "streamed",
+    }
+    if layout.state_bytes == MOMENTS_8BIT:
+        wanted["customized_optimizer"] = "adamw8bit"
+    stored = [name for name, part in layout.parts.items() if part.storage == FP8]
+    if stored:
+        wanted["fp8_models"] = ",".join(stored)
+    return {name: value for name, value in wanted.items() if name in terms.work.can}

@@ -1,0 +1,147 @@
+"""A request or a training config as the numbers that bytes and seconds depend on."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+from backend.catalog.estimate import TRAINING_RUNGS, Layout, Work
+from backend.catalog.sizes import ModelSizes, PartSizes, published
+from backend.schema.knobs import to_values
+from backend.schema.request import GenerationRequest
+
+# bytes of state for each trained number in float32; what is not listed is taken for Adam's two moments
+STATE_BYTES = {
+    "adamw": 8.0, "adam": 8.0, "sgd": 0.0, "adafactor": 0.1, "lion": 4.0, "muon": 4.0,
+    "adamw8bit": 2.1, "pagedadamw8bit": 0.2, "prodigy": 16.0,
+}  # fmt: skip
+COMPUTING = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
+
+
+def work_of_request(request: GenerationRequest, sizes: ModelSizes, *, computing: str = "bfloat16") -> Work:
+    """What drawing `request` asks of the model."""
+    said = sizes.defaults
+    longest = max(len(request.prompt), len(request.negative_prompt) if request.guidance > 1 else 0)
+    tokens = said.get("text_tokens", 128) if said.get("text_fixed") else max(16, tokens_of(longest))
+    return Work(
+        width=request.width,
+        height=request.height,
+        frames=said.get("frames", 1) if sizes.geometry.get("video") else 1,
+        steps=request.num_inference_steps,
+        count=request.count,
+        guidance=request.guidance > 1 and said.get("guidance", True),
+        text_tokens=tokens,
+        reference_pictures=said.get("reference_pictures", 0) + said.get("layers", 0),
+        from_picture=bool(request.input_image),
+        lora_bytes=sum(_file_bytes(use.path) for use in request.loras),
+        computing=computing,
+        decoder_dtype=computing,
+    )
+
+
+def tokens_of(num_characters: int) -> int:
+    """Text tokens of so many characters, generously (English has about four to a token)."""
+    return math.ceil(num_characters / 3)
+
+
+def work_of_defaults(sizes: ModelSizes, **changes) -> Work:
+    """A first picture as the model's makers draw it."""
+    said = sizes.defaults
+    values = {
+        "width": said.get("width", 1024),
+        "height": said.get("height", 1024),
+        "frames": said.get("frames", 1),
+        "steps": said.get("steps", 20),
+        "guidance": said.get("guidance", False),
+        "text_tokens": said.get("text_tokens", 128),
+        "reference_pictures": said.get("reference_pictures", 0) + said.get("layers", 0),
+    }
+    return Work(**{**values, **changes})
+
+
+def work_of_training(config, sizes: ModelSizes) -> tuple[Work, Layout]:
+    """What a step of `config` (a `TrainingConfig`) asks, and the arrangement that it names itself."""
+    values = to_values(config)
+    side = math.isqrt(values["max_pixels"])
+    width, height = values.get("width") or side, values.get("height") or side
+    cell = sizes.geometry["compression"] * sizes.geometry["patch"]
+    full = tuple(name.strip() for name in (values.get("trainable_models") or "").split(",") if name.strip())
+    base = values.get("lora_base_model") or ("" if full else "dit")
+    part = sizes.parts.get(full[0] if full else base) or sizes.parts["dit"]
+    targets, numel = ("full", sum(sizes.parts[name].numel for name in full if name in sizes.parts)) if full else lora_size(
+        part, values["lora_target_modules"], values["lora_rank"]
+    )
+    computing = COMPUTING.get(values["mixed_precision"], "bfloat16")
+    work = Work(
+        width=max(width // cell, 1) * cell,
+        height=max(height // cell, 1) * cell,
+        frames=1,
+        steps=values["sample_inference_steps"],
+        guidance=values["sample_guidance"] > 1,
+        text_tokens=sizes.defaults.get("text_tokens", 128),
+        computing=computing,
+        targets=targets,
+        trained=full or (base,),
+        rank=values["lora_rank"],
+        trained_numel=numel,
+        batch=values["batch_size"],
+        accumulates=values["gradient_accumulation_steps"] > 1,
+        samples=bool(values["sample_prompts"].strip()),
+        caches="text_encoder" not in (*full, base),
+        decoder_dtype="float32",
+        total_steps=values.get("max_steps") or 1000,
+        can=TRAINING_RUNGS & values.keys(),
+    )
+    return work, _own_layout(values)
+
+
+def _own_layout(values: dict) -> Layout:
+    offloads = bool(values.get("use_gradient_checkpointing_offload"))
+    state = STATE_BYTES.get(values["customized_optimizer"].strip().lower(), 8.0)
+    return Layout(
+        checkpointed=offloads or bool(values["use_gradient_checkpointing"]),
+        checkpoints_in_ram=offloads,
+        state_bytes=state + (4.0 if values.get("ema_decay") else 0.0),
+        states_in_ram=bool(values.get("enable_optimizer_cpu_offload")),
+    )
+
+
+def lora_size(part: PartSizes, wanted: str, rank: int) -> tuple[str, int]:
+    """("attention" or "all", how many numbers train) of a LoRA of `rank` on the modules that `wanted` names.
+
+    As `lora_target_modules`: ends of names, a regular expression, "all-linear", the name of a set, or "" for all that are usual.
+    """
+    sets = published()["networks"].get(part.kind, {}).get("lora", {})
+    wanted = wanted.strip()
+    if wanted in ("", "all-linear", "all", "attention_and_mlp"):
+        ends = sets.get("all", ()) if wanted != "all-linear" else None
+    elif wanted in sets:
+        ends = sets[wanted]
+    else:
+        ends = [end.strip() for end in wanted.split(",") if end.strip()]
+    numel, beyond = 0, False
+    for name, (rows, columns, count) in part.linears.items():
+        if ends is None or _targeted(name, wanted, ends):
+            numel += rank * (rows + columns) * count
+            beyond |= not any(name.endswith(f".{end}") for end in sets.get("attention", ()))
+    return ("all" if beyond else "attention"), numel
+
+
+def _targeted(name: str, wanted: str, ends) -> bool:
+    if any(name == end or name.endswith(f".{end}") for end in ends):
+        return True
+    if not re.search(r"[\\^$*+?()\[\]{}|]", wanted):
+        return False
+    try:
+        # a block's number was left out of `name`; the first block stands for all
+        return re.fullmatch(wanted, re.sub(r"^([a-z_.]*?(?:blocks|layers|block))\.", r"\1.0.", name)) is not None
+    except re.error:
+        return False
+
+
+def _file_bytes(path: str) -> int:
+    try:
+        return Path(path).stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,113 @@
+"""Tapes to closed forms: the peak of a stage as the greatest of a few sums, without torch at the time of asking.
+
+The size of each storage is a sum of products of a point's variables (tokens times pictures, tokens times rank, ...), and the order of
+events does not depend on them. So a few tapes give every event's coefficients, running sums of those give what is alive after each
+event, and the peak is the greatest of them. Only those that are greatest somewhere are kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import numpy
+
+from backend.engine import pool
+from backend.engine.tape import Tape, peak
+
+TOLERANCE = 0.002
+
+
+def features(names: list[str], point: dict) -> list[float]:
+    """Values of products such as "1", "n", "bn", "nn" at `point`; each letter is a variable."""
+    return [math.prod(point[letter] for letter in name if letter != "1") for name in names]
+
+
+def fit(names: list[str], points: list[dict], tapes: list[Tape], span: dict[str, tuple[float, float]]) -> dict:
+    """The closed form of the stage whose `tapes` were taken at `points`; exact within `span` (variable -> least, greatest).
+
+    Raises ValueError where the tapes are not the same events, or are not sums of `names`.
+    """
+    events = [tape.events for tape in tapes]
+    if any(one != events[0] for one in events):
+        raise ValueError(f"The order of events depends on the point: {[len(one) for one in events]} events.")
+    matrix = numpy.array([features(names, point) for point in points], dtype=float)
+    sizes = numpy.array([tape.sizes for tape in tapes], dtype=float)
+    coefficients, *_ = numpy.linalg.lstsq(matrix / matrix.max(0), sizes, rcond=None)
+    coefficients /= matrix.max(0)[:, None]
+    alive = _running_sums(tapes[0], coefficients.T)
+    pieces = _prune(names, alive, span)
+    form = {"features": names, "pieces": [[_tidy(value) for value in piece] for piece in pieces]}
+    worst = max(abs(evaluate(form, point) / peak(tape) - 1) for point, tape in zip(points, tapes, strict=True))
+    if worst > 5 * TOLERANCE:
+        raise ValueError(f"Bytes are not sums of {names}: {worst:.2%} off at a traced point.")
+    return form
+
+
+def evaluate(form: dict, point: dict) -> float:
+    """Bytes at `point`."""
+    values = features(form["features"], point)
+    return max(sum(map(float.__mul__, map(float, piece), map(float, values))) for piece in form["pieces"])
+
+
+def fit_peaks(names: list[str], points: list[dict], tapes: list[Tape]) -> dict:
+    """A single sum through the peaks, lifted so that none lies above it: for stages whose events depend on the point."""
+    matrix = numpy.array([features(names, point) for point in points], dtype=float)
+    peaks = numpy.array([peak(tape) for tape in tapes], dtype=float)
+    scaled, *_ = numpy.linalg.lstsq(matrix / matrix.max(0), peaks, rcond=None)
+    sums = scaled / matrix.max(0)
+    sums *= max(1.0, float((peaks / (matrix @ sums)).max()))
+    return {"features": names, "pieces": [[_tidy(value) for value in sums]]}
+
+
+def fit_operations(names: list[str], points: list[dict], counts: list[int]) -> dict:
+    """Operation counts as one sum."""
+    matrix = numpy.array([features(names, point) for point in points], dtype=float)
+    scaled, *_ = numpy.linalg.lstsq(matrix / matrix.max(0), numpy.array(counts, dtype=float), rcond=None)
+    return {"features": names, "pieces": [[_tidy(value) for value in scaled / matrix.max(0)]]}
+
+
+def pools(tapes: list[Tape]) -> dict[str, float]:
+    """How much more than the live bytes a device must hold: `least` that still runs, `native` and `expandable` as reserved."""
+    found = {"least": [], "native": [], "expandable": []}
+    for tape in tapes:
+        highest = peak(tape)
+        expandable = pool.replay(tape, expandable=True)
+        found["native"].append(pool.replay(tape) / highest)
+        found["expandable"].append(expandable / highest)
+        found["least"].append(min(pool.least(tape, highest), expandable) / highest)
+    return {name: round(max(values), 3) for name, values in found.items()}
+
+
+def _running_sums(tape: Tape, coefficients: numpy.ndarray) -> numpy.ndarray:
+    rows = [coefficients[event] if event >= 0 else -coefficients[~event] for event in tape.events]
+    return numpy.cumsum(numpy.array(rows), axis=0)
+
+
+def _prune(names: list[str], alive: numpy.ndarray, span: dict) -> list[numpy.ndarray]:
+    """The fewest rows of `alive` that come within the tolerance of its maximum all over `span`."""
+    grid = numpy.array([features(names, point) for point in _grid(span)], dtype=float)
+    alive = numpy.unique(numpy.round(alive, 3), axis=0)
+    values = alive @ grid.T
+    top = values.max(0)
+    covered = values >= top * (1 - TOLERANCE)
+    left, chosen = numpy.ones(grid.shape[0], dtype=bool), []
+    while left.any():
+        best = int((covered & left).sum(1).argmax())
+        chosen.append(alive[best])
+        left &= ~covered[best]
+    return chosen
+
+
+def _grid(span: dict[str, tuple[float, float]]) -> list[dict]:
+    steps = {name: numpy.unique(numpy.geomspace(low, high, 7)) if high > low else [low] for name, (low, high) in span.items()}
+    return [dict(zip(steps, values, strict=True)) for values in itertools.product(*steps.values())]
+
+
+def _tidy(value: float) -> float | int:
+    short = float(f"{value:.7g}")
+    return int(short) if short.is_integer() else short
+
+
+Tracer = Callable[[dict], Tape]

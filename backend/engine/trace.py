@@ -1,0 +1,296 @@
+"""Working memory of a network as closed forms: `python -m backend.engine.trace FAMILY` writes `assets/memory/FAMILY.json`.
+
+A network is built at two shallow depths on fake tensors: bytes are exactly affine in depth, in pictures that go through together, and
+piecewise affine in tokens, so four small networks answer for every depth, size and batch. Sizes and configurations of published
+models are facts in `assets/memory/published.json`. `--serve` reads {"network", "config"} lines and answers with tables, for
+models that no shipped file covers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from backend.catalog.sizes import fingerprint
+from backend.engine import forms, stages
+from backend.engine.tape import fakes
+from backend.schema.places import ASSETS
+
+MEMORY = ASSETS / "memory"
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+TOKENS = {"n": (64, 65536), "t": (8, 2048)}
+CELLS = {"h": (8, 512), "w": (8, 512)}
+RANKS = (4, 512)
+
+
+def published() -> dict:
+    """Networks and models that the estimate knows by name."""
+    return json.loads((MEMORY / "published.json").read_text(encoding="utf-8"))
+
+
+def table(network: str, config: dict, *, facts: dict, dtypes: tuple[str, ...] = ("bfloat16",), like: dict | None = None) -> dict:
+    """Sizes and closed forms of one network. `facts`: the `networks` of `published`. `like`: the table of a network that
+    trains with the same bytes, whose forms of a training step are taken over."""
+    kind = network.partition(":")[2]
+    known = facts.get(kind)
+    if known is None:
+        raise ValueError(f"There is no rule for tracing {kind}; known are {', '.join(sorted(facts))}.")
+    found = {"network": kind, **_sizes(network, config, known), "forms": {}}
+    for name in dtypes:
+        dtype = DTYPES[name]
+        if "lora" in known:
+            found["forms"] |= _denoiser(network, config, known, dtype, name, trained=like is None)
+        elif kind.startswith("Autoencoder"):
+            found["forms"] |= _autoencoder(network, config, dtype, name)
+        else:
+            found["forms"] |= _encoder(network, config, known, dtype, name)
+    if like is not None:
+        found["forms"] |= {key: form for key, form in like["forms"].items() if key.startswith("step/")}
+    return found
+
+
+def _shallow(config: dict, known: dict, depths: tuple[int, ...]) -> dict:
+    changed = dict(zip(known["blocks"].values(), depths, strict=True))
+    if "layer_types" in config:
+        changed["layer_types"] = config["layer_types"][: depths[0]]
+    return {**config, **changed}
+
+
+def _sizes(network: str, config: dict, known: dict) -> dict:
+    with fakes():
+        module = stages.build(network, _shallow(config, known, (1,) * len(known["blocks"])), torch.bfloat16)
+        linears = {name: tuple(part.weight.shape) for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)}
+        weights = {name: weight for name, weight in module.state_dict().items()}
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    flags = tuple(flag for flag in known.get("flags", ()) if config.get(flag))
+    sizes = {"": {"rest": 0, "matrix": 0, "precise": 0, "linears": {}}} | {
+        name: {"rest": 0, "matrix": 0, "precise": 0, "linears": {}} for name in known["blocks"]
+    }
+    for name, weight in weights.items():
+        home = next((block for block in known["blocks"] if name.startswith(f"{block}.0.")), "")
+        inner = name.removeprefix(f"{home}.0.") if home else name
+        owner = inner.rpartition(".")[0]
+        matrix = name.rpartition(".")[0] in linears and weight.ndim == 2
+        key = "matrix" if matrix else "precise" if weight.dtype == torch.float32 else "rest"
+        sizes[home][key] += weight.numel()
+        if matrix:
+            sizes[home]["linears"][owner] = list(weight.shape)
+    return {
+        "key": fingerprint(network.partition(":")[2], shapes, tuple(known["blocks"]), flags),
+        "configs": [config],
+        "blocks": known["blocks"],
+        "numel": sizes,
+    }
+
+
+def _points(names: str, count: int, *, multiple: int = 1, rank: bool = False) -> list[dict]:
+    """Points in general position: no two features are proportional over them."""
+    grid = ((16, 24), (32, 32), (48, 40), (64, 96), (96, 64), (24, 80), (80, 80), (40, 112), (112, 48), (56, 56))
+    texts = (96, 32, 64, 224, 160, 288, 128, 32, 192, 256)
+    ranks = (8, 64, 16, 32, 128, 4, 24, 96, 48, 12)
+    found = []
+    for (h, w), t, r in list(zip(grid, texts, ranks, strict=True))[:count]:
+        found.append({"h": h, "w": w, "n": h * w // 4, "t": t if "t" in names else 64} | ({"r": r} if rank else {}))
+    return found
+
+
+def _depths(known: dict) -> list[tuple[int, ...]]:
+    """The base depth, then one more block of each kind."""
+    count = len(known["blocks"])
+    return [(2,) * count] + [tuple(3 if i == j else 2 for j in range(count)) for i in range(count)]
+
+
+def _denoiser(network: str, config: dict, known: dict, dtype: torch.dtype, name: str, *, trained: bool) -> dict:
+    texts = "" if network.endswith("WanTransformer3DModel") else "t"
+    span = {key: TOKENS[key] for key in ("n", *texts)}
+    names = ["1", "n", *texts]
+    found = {}
+    for depths in _depths(known):
+        with fakes():
+            module = stages.build(network, _shallow(config, known, depths), dtype)
+            for batch in (1, 2) if depths == _depths(known)[0] else (1,):
+                points = [{**point, "b": batch} for point in _points(texts, 8)]
+                tapes = [stages.trace(module, lambda tape, at=point: stages.velocity(module, at, dtype)) for point in points]
+                if depths == _depths(known)[0]:
+                    form = forms.fit(names, points, tapes, span)
+                    found[f"denoise/{name}/b{batch}"] = form | {"pool": forms.pools(tapes[3:5])}
+                if batch == 1:
+                    quadratic = ["nn", "nt", "tt"] if texts else ["nn"]
+                    counts = [tape.linear_flops + tape.attention_flops for tape in tapes]
+                    found[f"operations/{_word(depths)}"] = forms.fit_operations([*names, *quadratic], points, counts)
+    for targets in (*known["lora"], "full") if trained else ():
+        for checkpointed in (True, False):
+            found |= _trained(network, config, known, dtype, name, targets, checkpointed, texts)
+    return found
+
+
+def _trained(network, config, known, dtype, name, targets, checkpointed, texts) -> dict:
+    """A training step with adapters on `targets`, or with all weights training (`targets` = "full")."""
+    ranks = ["r", "nr", *(["tr"] if texts else [])] if targets != "full" else []
+    names = ["1", "n", *texts, *ranks]
+    span = {key: TOKENS[key] for key in ("n", *texts)} | ({"r": RANKS} if ranks else {})
+    found = {}
+    for depths in _depths(known):
+        for batch in (1, 2) if depths == _depths(known)[0] or not ranks else (1,):
+            points = [{**point, "b": batch} for point in _points(texts, len(names) + 1, rank=True)]
+            wanted = known["lora"].get(targets, ())
+            shallow = _shallow(config, known, depths)
+            tapes = [_step_tape(network, shallow, dtype, wanted, point, checkpointed) for point in points]
+            form = forms.fit(names, points, tapes, span)
+            if depths == _depths(known)[0] and batch == 1:
+                form["pool"] = forms.pools(tapes[3:5])
+            found[f"step/{targets}/{'checkpointed' if checkpointed else 'kept'}/{name}/b{batch}/{_word(depths)}"] = form
+    return found
+
+
+def _step_tape(network, config, dtype, targets, point, checkpointed):
+    with fakes():
+        module = stages.build(network, config, dtype if targets else torch.float32)
+        if targets:
+            stages.add_lora(module, targets, point["r"], torch.float32)
+        else:
+            module.requires_grad_(True)
+        module.train()
+        if checkpointed:
+            module.enable_gradient_checkpointing()
+        step = stages.train_step(module, point, dtype)
+        with stages.autocast(dtype) if dtype != torch.float32 else contextlib.nullcontext():
+            return stages.trace(module, step, warm=False, grad=True)
+
+
+def _word(depths: tuple[int, ...]) -> str:
+    return "d" + "-".join(map(str, depths))
+
+
+def _autoencoder(network: str, config: dict, dtype: torch.dtype, name: str) -> dict:
+    video = network.endswith("Wan")
+    names = ["1", "h", "w", "hw"]
+    found = {}
+    with fakes():
+        module = stages.build(network, config, dtype)
+        for stage, call in (("decode", stages.decode), ("encode", stages.encode_image)):
+            for frames in ("1", "f") if video else ("1",):
+                points = [dict(point, f=f) for f in ((1,) if frames == "1" else (3, 5)) for point in _points("", 6)]
+                wanted = names if frames == "1" else [*names, "f", "fh", "fw", "fhw"]
+                tapes, form = _video_form(module, call, points, wanted, dtype)
+                found[f"{stage}/{name}/{'picture' if frames == '1' else 'video'}"] = form | {"pool": forms.pools(tapes[3:5])}
+                counts = [tape.linear_flops + tape.attention_flops for tape in tapes]
+                found[f"operations/{stage}/{'picture' if frames == '1' else 'video'}"] = forms.fit_operations(
+                    ["1", "hw"] if frames == "1" else ["1", "hw", "fhw"], points, counts
+                )
+        if name == "bfloat16":
+            found |= _tiled(module, dtype, name, video)
+    return found
+
+
+def _video_form(module, call, points, names, dtype):
+    tapes = [stages.trace(module, lambda tape, at=point: call(module, at, dtype)) for point in points]
+    if len({len(tape.events) for tape in tapes}) == 1 and len(names) == 4:
+        return tapes, forms.fit(names, points, tapes, CELLS)
+    return tapes, forms.fit_peaks(names, points, tapes)
+
+
+def _tiled(module, dtype: torch.dtype, name: str, video: bool) -> dict:
+    found = {}
+    for kind in ("picture", "video") if video else ("picture",):
+        points = [{"h": side, "w": side, "f": f} for f in ((1,) if kind == "picture" else (3, 5)) for side in (72, 96)]
+        tapes = [stages.trace(module, lambda tape, at=point: stages.decode(module, at, dtype, tiled=True), warm=False) for point in points]
+        names = ["1", "hw"] if kind == "picture" else ["1", "f", "fhw"]
+        found[f"decode_tiled/{name}/{kind}"] = forms.fit_peaks(names, points, tapes) | {"pool": forms.pools(tapes[:1])}
+    return found
+
+
+def _encoder(network: str, config: dict, known: dict, dtype: torch.dtype, name: str) -> dict:
+    found = {}
+    for depths in _depths(known) if known["blocks"] else [()]:
+        with fakes():
+            module = stages.build(network, _shallow(config, known, depths), dtype)
+            fixed = network.partition(":")[2].startswith("CLIP")
+            for batch in (1, 2):
+                points = [{"t": t, "b": batch} for t in (64, 96, 224, 512)]
+                tapes = [stages.trace(module, lambda tape, at=point: stages.encode_text(module, at, dtype)) for point in points]
+                names = ["1"] if fixed else ["1", "t", "tt"]
+                if depths == _depths(known)[0] or not known["blocks"]:
+                    form = forms.fit(names, points, tapes, {"t": TOKENS["t"]})
+                    found[f"text/{name}/b{batch}"] = form | {"pool": forms.pools(tapes[2:])}
+                if batch == 1:
+                    counts = [tape.linear_flops + tape.attention_flops for tape in tapes]
+                    found[f"operations/{_word(depths)}"] = forms.fit_operations(names, points, counts)
+    return found
+
+
+def write_family(family: str) -> Path:
+    """Traces every network of `family` and writes its file; returns where. "starter" is the model in `assets/starter`."""
+    known = published()
+    tables: dict[str, dict] = {}
+    for network, config, dtypes, like in _starter(known) if family == "starter" else _networks(known, family):
+        word = json.dumps([network, config], sort_keys=True)
+        if word not in tables:
+            print(network, file=sys.stderr, flush=True)
+            other = tables.get(json.dumps([network, like], sort_keys=True)) if like else None
+            tables[word] = table(network, config, facts=known["networks"], dtypes=dtypes, like=other)
+    return _write(MEMORY / f"{family}.json", tables.values())
+
+
+def _networks(known: dict, family: str):
+    variants = known["families"][family]["variants"]
+    for variant in variants.values():
+        for name, part in variant["parts"].items():
+            like = variants[part["trains_like"]]["parts"][name]["config"] if "trains_like" in part else None
+            yield part["network"], part["config"], tuple(DTYPES) if name == "vae" else ("bfloat16",), like
+
+
+def _starter(known: dict):
+    for part in known["starter"].values():
+        config = json.loads((ASSETS / "starter" / part["folder"] / "config.json").read_text(encoding="utf-8"))
+        config = config.get(part.get("config_key", ""), config)
+        yield part["network"], {key: value for key, value in config.items() if not key.startswith("_")}, tuple(DTYPES), None
+
+
+def _write(path: Path, tables) -> Path:
+    merged: dict[str, dict] = {}
+    for one in tables:
+        if one["key"] in merged:
+            merged[one["key"]]["configs"] += one["configs"]
+        merged.setdefault(one["key"], one)
+    lines = ",\n".join(json.dumps(one, separators=(",", ":")) for one in merged.values())
+    temporary = path.with_suffix(".part")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(f'{{"torch": "{torch.__version__.partition("+")[0]}", "tables": [\n{lines}\n]}}\n')
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    return path
+
+
+def serve() -> None:
+    """One {"network", "config", "dtypes"} line in, one table (or {"trouble"}) line out, until the input ends."""
+    facts = published()["networks"]
+    for line in sys.stdin:
+        try:
+            asked = json.loads(line)
+            answer = table(asked["network"], asked["config"], facts=facts, dtypes=tuple(asked.get("dtypes", ("bfloat16",))))
+        except Exception as error:  # the helper outlives a model that it cannot trace
+            answer = {"trouble": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer, separators=(",", ":")), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m backend.engine.trace", description=__doc__.partition("\n")[0])
+    parser.add_argument("family", nargs="*", help="families of assets/memory/published.json")
+    parser.add_argument("--serve", action="store_true", help="answer questions on standard input")
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve()
+    for family in arguments.family:
+        print(write_family(family))
+
+
+if __name__ == "__main__":
+    main()
