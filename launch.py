@@ -102,14 +102,17 @@ def serve(options: argparse.Namespace) -> int:
     asked = Asked()
     child = start_studio([python, "-m", "studio.app", *words], data)
     address = f"http://{reachable(options.host)}:{port}{options.root_path.rstrip('/') if options.root_path else ''}/"
-    threading.Thread(target=greet, args=(child, options, port, address), daemon=True).start()
+    answered = threading.Event()
+    threading.Thread(target=greet, args=(child, options, port, address, answered), daemon=True).start()
     code = watch(child, asked)
     if asked.count:
         sweep(python, data)
         return 0
-    print(
-        f"The studio ended by itself (exit code {code}). Training runs go on: start again to see them.", file=sys.stderr
-    )
+    if answered.is_set():
+        say = "The studio ended by itself (exit code {}). Training runs go on: start again to see them."
+    else:
+        say = "The studio could not start (exit code {}); what it said is above."
+    print(say.format(code), file=sys.stderr)
     return code if code > 0 else 1
 
 

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 from backend.host import runs, worker
+from backend.host.claim import holder
 from backend.host.processes import SUPERVISED
 from backend.schema.places import Places
 
@@ -65,7 +66,12 @@ def end_all(engine, places: Places, ending: Ending) -> None:
 
 
 def sweep(places: Places) -> None:
-    """Ends at once what a studio that could not end it has left: its worker and the runs that were started from its page."""
+    """Ends at once what a studio that could not end it has left: its worker and the runs that were started from its page.
+
+    Nothing where another studio that lives has the data folder.
+    """
+    if holder(places):
+        return
     worker.end_left_behind(places)
     runs.stop_all(places, grace_seconds=0)
 
