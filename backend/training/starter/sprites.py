@@ -16,7 +16,6 @@ PACKAGES = {
     "3d": "@lobehub/fluent-emoji-3d@1.1.0",
     "flat": "@iconify-json/fluent-emoji-flat@1.2.6",
     "names": "unicode-emoji-json@0.9.0",
-    "keywords": "emojilib@4.0.3",
 }
 LOOKS = ("3d", "flat")
 SIDE = 128
@@ -44,15 +43,17 @@ def code_points(emoji: str, *, selector: bool = True) -> str:
     return "-".join(f"{ord(c):x}" for c in emoji if selector or ord(c) != 0xFE0F)
 
 
+# Microsoft's README says that its paperclip, flags, technologists and video games are not open: they stay out.
+LEFT_OUT = ("\U0001f4ce", "\U0001f587\ufe0f", "\U0001f3ae", "\U0001f579\ufe0f", "\U0001f47e")
 KEPT = ("\U0001f9d1\u200d\U0001f680", "\U0001f9d1\u200d\U0001f373")  # astronaut and cook
 
 
 def wanted(names: dict) -> list[str]:
-    """All emoji worth a sprite: no flags, no gendered or composed people but two."""
+    """All emoji worth a sprite: no flags, none of those left out, no gendered or composed people but two."""
     plain = []
     for emoji, facts in names.items():
         joined = "\u200d" in emoji and facts["group"] == "People & Body" and emoji not in KEPT
-        if facts["group"] != "Flags" and not joined:
+        if facts["group"] != "Flags" and not joined and emoji not in LEFT_OUT:
             plain.append(emoji)
     return plain
 
