@@ -37,7 +37,8 @@ def waiting():
     assert child.stdout.readline() == "ready\n"
     yield child
     child.kill()
-    child.communicate()
+    child.wait()
+    child.stdout.close()
 
 
 def said(child) -> list[str]:
