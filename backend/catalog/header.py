@@ -120,7 +120,7 @@ def _header_text(path: Path) -> tuple[bytes, int]:
 
 
 def _check_length(path: Path, start: bytes, length: int, nbytes: int) -> None:
-    if start[:4] == b"PK\x03\x04" or start[:1] == b"\x80":
+    if length > nbytes - 8 and (start[:4] == b"PK\x03\x04" or (start[0] == 0x80 and 2 <= start[1] <= 5)):
         raise Trouble(
             "not_recognised",
             f"{path.name} is a pickle (a .pt, .ckpt or .bin file), not a safetensors file.",

@@ -41,7 +41,7 @@ def maps_of(family: ModuleType | None, part: str, modules: Iterable[str]) -> tup
     if family is None:
         return ()
     derived = getattr(family, "derived_maps", None)
-    maps = [*family.NAME_MAPS, *(derived(part, tuple(modules)) if derived else ())]
+    maps = [*(derived(part, tuple(modules)) if derived else ()), *family.NAME_MAPS]
     return tuple(found for found in maps if found.part == part)
 
 

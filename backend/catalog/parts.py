@@ -117,7 +117,7 @@ def _part_spec(
         dialect = next(
             found for found in family.NAME_MAPS if found.dialect == signature.dialect and found.part == signature.part
         )
-        weights, scales = _renamed(weights, scales, dialect)
+        weights, scales = _renamed(weights, scales, _complete(dialect, weights, family))
     return PartSpec(
         name=signature.part,
         network=part.network,
@@ -127,6 +127,16 @@ def _part_spec(
         storage=storage_of(weights.values()),
         folder=folder,
     )
+
+
+def _complete(dialect: NameMap, weights: dict, family: ModuleType) -> NameMap:
+    """`dialect` with the rules that depend on how many blocks there are before its own."""
+    derived = getattr(family, "derived_maps", None)
+    if derived is None:
+        return dialect
+    modules = {name.rpartition(".")[0] for name in own_tensors(weights, dialect)}
+    rules = [rule for found in derived(dialect.part, tuple(modules)) for rule in found.rules]
+    return NameMap(dialect.dialect, dialect.part, (*rules, *dialect.rules))
 
 
 def _renamed(weights: dict, scales: dict, dialect: NameMap) -> tuple[dict, dict]:

@@ -70,14 +70,13 @@ def resolve(stem: str, roles: Iterable[str], indexes: Mapping[str, Index]) -> Re
     """Where a module of a LoRA belongs, or the reason why nowhere. Prefixes are cut only until what remains is found."""
     name = plain(stem)
     component = ""
+    modulation = ".modulation" if set(roles) == {"diff_m"} else ""  # said of a whole block, meant for a parameter of it
     for reading in readings(name):
         component = reading.component or component
         parts = (reading.component,) if reading.component else tuple(indexes)
         for part in parts:
             index = indexes.get(part)
-            slots = index.look_up(reading.name) if index else None
-            if slots is None and index and "diff_m" in roles:
-                slots = index.look_up(reading.name + ".modulation")
+            slots = index.look_up(reading.name + modulation) if index else None
             if slots:
                 return Resolved(part, slots, reading)
     if component.startswith("text_encoder") and component not in indexes:

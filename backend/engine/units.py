@@ -155,6 +155,12 @@ def _make_unit(position, group, block, module, part, targets, computing) -> Unit
 
 
 def _stored_dtype(at: TensorAt) -> torch.dtype:
+    if at.swapped:
+        raise Trouble(
+            "not_supported",
+            f"{at.file.name} keeps the halves of {at.key} in the other order, so it cannot be read piece by piece.",
+            hint="Load this part plainly, or take the model in the diffusers layout.",
+        )
     if at.dtype not in TORCH_DTYPES:
         raise Trouble("not_supported", f"{at.file.name} stores {at.key} as {at.dtype}, which cannot be read.")
     return TORCH_DTYPES[at.dtype]
