@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 
+from backend.catalog import learnt
+from backend.catalog.plan import plan_here
 from backend.catalog.spec import ModelSpec
+from backend.schema.places import places
 from backend.schema.preferences import Preferences
 from backend.schema.request import GenerationRequest
 from backend.schema.vram import Card, VramConfig, VramPlan
@@ -30,7 +34,7 @@ class Placing:
             vram_limit_bytes=None if plan.vram_limit_gib is None else int(plan.vram_limit_gib * GIB),
             tiled_vae=plan.tiled_vae,
             predicted_bytes=plan.peak_high_bytes,
-            notes=tuple(step.sentence for step in plan.steps if step.lossy),
+            notes=(*(step.sentence for step in plan.steps if step.lossy), *([plan.advice] if plan.advice else [])),
             pixels=request.width * request.height,
         )
 
@@ -45,11 +49,25 @@ class Placing:
 
 
 def plan_for(spec: ModelSpec, card: Card, request: GenerationRequest, preferences: Preferences) -> VramPlan:
-    """The plan for `request` on `card`."""
-    return VramPlan(
-        fits=spec.nbytes <= card.free_bytes - card.reserve_bytes,
-        verdict="green",
-        phases=(),
-        configs={},
-        vram_limit_gib=None,
-    )
+    """The plan for `request` on `card`, with what this machine has taught."""
+    return plan_here(spec, card, request, preferences, user=places().user)
+
+
+def learn(
+    spec: ModelSpec, card: Card, request: GenerationRequest, placing: Placing, *, peak_bytes: int, seconds: float
+) -> None:
+    """Keeps what a job really took on an accelerator, for the next plan. On a CPU the process's memory says too little."""
+    if card.device == "cpu":
+        return
+    kind = f"generate {request.width}x{request.height}"
+    predicted = placing.predicted_bytes
+    with contextlib.suppress(OSError):  # a full disk is no reason to lose a picture over statistics
+        learnt.remember(
+            places().user / "measured.json",
+            card,
+            spec.family,
+            kind=kind,
+            predicted_bytes=predicted,
+            measured_bytes=peak_bytes,
+            seconds=seconds,
+        )

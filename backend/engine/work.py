@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -46,6 +47,7 @@ class Work:
         self._loaded_from: tuple = ()
         self._placing = planning.Placing()
         self._told_memory = 0.0
+        self._before_bytes = 0  # in use before the model came: on a CPU, the libraries
 
     def about(self) -> dict:
         card = memory.probe(self.device)
@@ -58,8 +60,7 @@ class Work:
 
     def warm_up(self) -> None:
         """Imports what the first request will need; two seconds that nobody waits for."""
-        for part in families.by_name("qwen_image").PARTS.values():
-            light.import_module(part.network.partition(":")[0])
+        import_networks("qwen_image")
 
     def explain(self, error: Exception) -> Trouble | None:
         """What an error means, where it means something to a person. Lets the model go where memory ran out."""
@@ -92,10 +93,16 @@ class Work:
         ):
             paths.append(free_path(folder, request.seed + number))
             now = time.monotonic()
-            made = self._settings(request, request.seed + number, now - last, receipts, peak.look())
+            made = self._settings(
+                request, request.seed + number, now - last, receipts, peak.look() - self._before_bytes
+            )
             save_png(picture, paths[-1], made)
             last = now
-        self._answer(id, request, paths, time.monotonic() - began, receipts, peak.look())
+        seconds, highest = time.monotonic() - began, peak.look() - self._before_bytes
+        planning.learn(
+            pipeline.spec, memory.probe(self.device), request, self._placing, peak_bytes=highest, seconds=seconds
+        )
+        self._answer(id, request, paths, seconds, receipts, highest)
 
     def _answer(self, id: str, request, paths: list[Path], seconds: float, receipts, peak_bytes: int) -> None:
         result = Result(
@@ -192,6 +199,8 @@ class Work:
         return self.pipeline
 
     def _load(self, id: str, spec: ModelSpec) -> Pipeline:
+        import_networks(spec.family)
+        self._before_bytes = memory.allocated(self.device)
         told = 0.0
 
         def on_bytes(part: str, done: int, total: int) -> None:
@@ -231,6 +240,12 @@ class Work:
             ram_total_bytes=card.ram_total_bytes,
             ram_free_bytes=card.ram_free_bytes,
         )
+
+
+def import_networks(family: str) -> None:
+    for part in families.by_name(family).PARTS.values():
+        light.import_module(part.network.partition(":")[0])
+    gc.freeze()  # what was imported stays: no later collection need look at it again
 
 
 def asked(values: dict) -> GenerationRequest:

@@ -255,7 +255,10 @@ def sigmas(scheduler: dict, num_steps: int, *, width: int, height: int):
     import numpy
     from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-    schedule = FlowMatchEulerDiscreteScheduler.from_config({**(scheduler or SCHEDULER)})
+    wanted = dict(scheduler or SCHEDULER)
+    if num_steps == 1:
+        wanted["shift_terminal"] = None  # stretching a single level divides nothing by nothing
+    schedule = FlowMatchEulerDiscreteScheduler.from_config(wanted)
     said = schedule.config
     slope = (said.max_shift - said.base_shift) / (said.max_image_seq_len - said.base_image_seq_len)
     tokens = (height // 16) * (width // 16)
