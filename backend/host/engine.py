@@ -72,10 +72,7 @@ class Engine:
     def release(self, id: str | None = None) -> None:
         """Lets the held request `id`, or all of them, be begun."""
         with self._changed:
-            items = self._snapshot.queue
-            self._set(
-                queue=tuple(dataclasses.replace(item, held=item.held and id not in (None, item.id)) for item in items)
-            )
+            self._set(queue=queue.released(self._snapshot.queue, id))
             self._wake()
 
     def cancel(self, id: str | None = None) -> None:
@@ -86,7 +83,9 @@ class Engine:
         with self._changed:
             job = self._snapshot.job
             if job is None or id not in (None, job.id):
-                self._drop(id)
+                if id is not None:
+                    queue.remove(id, self._queue_folder)
+                    self._set(queue=queue.without(self._snapshot.queue, id))
                 return
             worker = self._worker
             if job.phase != "cancelling" and worker is not None and worker.ready:
@@ -136,17 +135,12 @@ class Engine:
             events = self._asked.setdefault(id, [])
             workers.send(worker, {"command": command, "id": id, **values})
             self._changed.wait_for(
-                lambda: (events and events[-1].event in _ANSWERS) or worker is not self._worker,
+                lambda: workers.answered(events) or worker is not self._worker,
                 timeout=max(0.0, end - time.monotonic()),
             )
             self._asked.pop(id, None)
-        if events and events[-1].event == "trouble":
-            raise trouble_from_values(events[-1].values)
-        if worker is not self._worker:
-            raise Trouble("worker_died", f"The engine ended while it was asked to {command}.", hint="Try again.")
-        if not events or events[-1].event not in _ANSWERS:
-            raise Trouble("timeout", f"The engine did not answer to {command} within {timeout_seconds:.0f} s.")
-        return events
+            gone = worker is not self._worker
+        return workers.checked(events, command, gone=gone, timeout_seconds=timeout_seconds)
 
     def stop(self) -> None:
         """Ends the worker for good; a request at work and those that wait come back, held, with the next `Engine`."""
@@ -190,7 +184,9 @@ class Engine:
             taken = self._busy()
             with self._changed:
                 item = self._next()
-                self._say_waiting(taken if item is not None else "")
+                why = taken if item is not None else ""
+                if why != self._snapshot.waits_for:
+                    self._set(waits_for=why)
                 if taken:
                     self._changed.wait(BUSY_POLL_SECONDS)
                 worker = self._begin(item) if item is not None and not taken and not self._closed else None
@@ -198,13 +194,9 @@ class Engine:
                 worker.decided.wait()
                 self._hand_over(worker, item)
 
-    def _say_waiting(self, sentence: str) -> None:
-        if sentence != self._snapshot.waits_for:
-            self._set(waits_for=sentence)
-
     def _begin(self, item: Waiting) -> Worker | None:
         """Makes `item` the job and starts the worker; where that fails the request is held."""
-        others = tuple(other for other in self._snapshot.queue if other.id != item.id)
+        others = queue.without(self._snapshot.queue, item.id)
         try:
             worker = self._worker or self._start_worker()
         except (Trouble, OSError) as error:
@@ -278,7 +270,7 @@ class Engine:
         elif not worker.wanted_end:
             trouble = workers.death(worker, code, self._places, working=job is not None)
             if not worker.ready:  # it would die again: let nothing that waits start it over and over
-                self._set(queue=tuple(dataclasses.replace(item, held=True) for item in self._snapshot.queue))
+                self._set(queue=queue.held(self._snapshot.queue))
             if job is not None:
                 self._answer(job, trouble=trouble)
             self._set(trouble=trouble)
@@ -319,13 +311,5 @@ class Engine:
         self._set(job=None, answers=answers, trouble=trouble, state="idle" if self._worker else "off")
         self._changed.notify_all()
 
-    def _drop(self, id: str | None) -> None:
-        if id is not None and any(item.id == id for item in self._snapshot.queue):
-            queue.remove(id, self._queue_folder)
-            self._set(queue=tuple(item for item in self._snapshot.queue if item.id != id))
-
     def _set(self, **values) -> None:
         self._snapshot = dataclasses.replace(self._snapshot, revision=self._snapshot.revision + 1, **values)
-
-
-_ANSWERS = ("result", "trouble", "cancelled", "loaded", "unloaded", "estimate")

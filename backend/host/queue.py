@@ -6,7 +6,7 @@ import contextlib
 import json
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from backend.host.files import write_text
@@ -52,3 +52,16 @@ def load(folder: Path) -> list[Waiting]:
             with contextlib.suppress(OSError):
                 path.replace(path.with_suffix(".bad"))
     return found
+
+
+def held(items: tuple[Waiting, ...]) -> tuple[Waiting, ...]:
+    return tuple(replace(item, held=True) for item in items)
+
+
+def released(items: tuple[Waiting, ...], id: str | None) -> tuple[Waiting, ...]:
+    """`items` with the one called `id`, or all of them, no longer held."""
+    return tuple(replace(item, held=item.held and id not in (None, item.id)) for item in items)
+
+
+def without(items: tuple[Waiting, ...], id: str) -> tuple[Waiting, ...]:
+    return tuple(item for item in items if item.id != id)

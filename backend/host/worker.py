@@ -14,10 +14,11 @@ from pathlib import Path
 from backend.host import processes
 from backend.host.files import write_text
 from backend.host.journal import log_tail
-from backend.schema.messages import Event, Trouble, from_line
+from backend.schema.messages import Event, Trouble, from_line, trouble_from_values
 from backend.schema.places import Places
 
 LOG_BYTES = 8 * 1024 * 1024
+PROGRESS = ("loading", "step", "preview", "memory")  # events that answer nothing yet
 MEMORY_HINT = "Most often the system's memory ran out: a smaller picture, or closing other programs, helps."
 
 
@@ -76,6 +77,22 @@ def send(worker: Worker, values: dict) -> None:
     with contextlib.suppress(OSError, ValueError):
         worker.child.stdin.write((json.dumps(values, ensure_ascii=False) + "\n").encode("utf-8"))
         worker.child.stdin.flush()
+
+
+def answered(events: Sequence[Event]) -> bool:
+    """Whether the last of a command's events is its answer."""
+    return bool(events) and events[-1].event not in PROGRESS
+
+
+def checked(events: list[Event], command: str, *, gone: bool, timeout_seconds: float) -> list[Event]:
+    """`events` of `command`, if they end with an answer. Raises the Trouble they end with, or Trouble("worker_died" | "timeout")."""
+    if answered(events):
+        if events[-1].event == "trouble":
+            raise trouble_from_values(events[-1].values)
+        return events
+    if gone:
+        raise Trouble("worker_died", f"The engine ended while it was asked to {command}.", hint="Try again.")
+    raise Trouble("timeout", f"The engine did not answer to {command} within {timeout_seconds:.0f} s.")
 
 
 def end(worker: Worker, places: Places, *, patience_seconds: float) -> None:
