@@ -19,6 +19,7 @@ from backend.schema.messages import Trouble
 
 LARGEST_HEADER_BYTES = 32 * 2**20  # the largest honest headers (20,000 tensors, a thumbnail) are a tenth of this
 MOST_DIMENSIONS = 16
+LARGEST = 2**63
 DTYPE_BITS = {
     **dict.fromkeys(("F4",), 4),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
@@ -161,7 +162,17 @@ def _check_entries(path: Path, entries: dict, held: int) -> None:
     """Every entry well formed, its span as long as its shape says, all spans together the whole data without hole or overlap."""
     spans = []
     for name, entry in entries.items():
-        spans.append((*_span(path, name, entry), name))
+        try:  # the plain case without a call: a library reads a million of these
+            begin, end = entry["data_offsets"]
+            rows, columns = entry["shape"]
+            plain = type(begin) is type(end) is type(rows) is type(columns) is int
+            plain = plain and 0 <= begin <= end < LARGEST and 0 <= rows < LARGEST and 0 <= columns < LARGEST
+            plain = plain and rows * columns * DTYPE_BITS[entry["dtype"]] == (end - begin) * 8
+        except (KeyError, TypeError, ValueError, IndexError):
+            plain = False
+        if not plain:
+            begin, end = _span(path, name, entry)
+        spans.append((begin, end, name))
     spans.sort(key=itemgetter(0, 1))
     reached = 0
     for begin, end, name in spans:
@@ -180,9 +191,11 @@ def _span(path: Path, name: str, entry: object) -> tuple[int, int]:
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         bits = DTYPE_BITS[dtype]
-        whole = type(begin) is int and type(end) is int and 0 <= begin <= end < 2**63
+        whole = type(begin) is int and type(end) is int and 0 <= begin <= end < LARGEST
         whole = whole and type(shape) is list and len(shape) <= MOST_DIMENSIONS
-        whole = whole and all(type(size) is int and 0 <= size < 2**63 for size in shape)
+        if whole:
+            for size in shape:
+                whole = whole and type(size) is int and 0 <= size < LARGEST
     except (KeyError, TypeError, ValueError, IndexError):
         raise damaged(path, f"has a broken entry for tensor {name[:120]!r}: {str(entry)[:120]}.") from None
     if not whole:

@@ -151,15 +151,8 @@ def families_of(
     widths: Iterable[tuple[str, int]], metadata: Mapping[str, str], families: Iterable[ModuleType]
 ) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     """(family, "" where it cannot be told; families possible; why) of a LoRA with these modules."""
-    widths = tuple(widths)
     families = tuple(families)
-    sure, possible = {}, {}
-    for family in families:
-        for sign in getattr(family, "LORA_SIGNS", ()):
-            why = _shows(sign, widths)
-            if why:
-                (sure if sign.sure else possible)[family.NAME] = why
-    candidates = sure or possible
+    candidates = dict(_candidates(tuple(widths), families))
     said = lora_facts.architecture(metadata)
     meant = [family.NAME for family in families if said and any(word in said for word in getattr(family, "WORDS", ()))]
     if len(candidates) > 1:
@@ -169,6 +162,18 @@ def families_of(
         candidates = dict.fromkeys(meant[:1], f"the metadata says {said[:60]}")
     names = tuple(candidates)
     return names[0] if len(names) == 1 else "", names, tuple(f"{name}: {why}" for name, why in candidates.items())
+
+
+@lru_cache(maxsize=256)
+def _candidates(widths: tuple[tuple[str, int], ...], families: tuple[ModuleType, ...]) -> tuple[tuple[str, str], ...]:
+    """(family, why) by the modules alone: those that are sure, else those that are possible."""
+    sure, possible = {}, {}
+    for family in families:
+        for sign in getattr(family, "LORA_SIGNS", ()):
+            why = _shows(sign, widths)
+            if why:
+                (sure if sign.sure else possible)[family.NAME] = why
+    return tuple((sure or possible).items())
 
 
 def _shows(sign: LoraSign, widths: tuple[tuple[str, int], ...]) -> str:

@@ -14,7 +14,7 @@ from backend.engine import lora
 from tests.lora_models import assert_acts_as, assert_changed_by, same, shared, snapshot
 
 pytestmark = pytest.mark.torch
-Q, MLP = "transformer_blocks.0.attn.to_q", "transformer_blocks.1.img_mlp.net.0.proj"
+Q, K = "transformer_blocks.0.attn.to_q", "transformer_blocks.1.attn.to_k"
 CONV, PROJECTION = "down_blocks.0.resnets.0.conv1", "down_blocks.1.attentions.0.proj_in"
 QWEN, UNET, FLUX = "tiny_qwen_image", "tiny_unet", "tiny_flux"
 
@@ -245,9 +245,7 @@ def test_alpha_of_zero_does_nothing_and_says_so(random):
     lora.clear(model)
 
 
-def _metadata_file(
-    tmp_path, random, metadata, *, prefix="transformer.", modules=(Q, MLP.replace("img_mlp.net.0.proj", "attn.to_k"))
-):
+def _metadata_file(tmp_path, random, metadata, *, prefix="transformer.", modules=(Q, K)):
     file = {}
     for module in modules:
         file |= pair(random, prefix + module, down="lora_down.weight", up="lora_up.weight")

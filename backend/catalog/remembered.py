@@ -1,0 +1,164 @@
+"""What was found out about files, remembered by their path, size and time in one JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from types import ModuleType
+
+from backend.catalog.spec import LoraSpec, ModelSpec, PartSpec, TensorAt
+from backend.schema.messages import Trouble, trouble_from_values
+
+VERSION = 1  # of what is remembered: raised when recognition changes
+
+
+class Memory:
+    """Answers by path, size and time, in one file; forgotten when the families or the version change."""
+
+    def __init__(self, cache: Path | None, name: str, families: tuple[ModuleType, ...]):
+        self.path = None if cache is None else cache / f"{name}.json"
+        self.key = [VERSION, *(family.NAME for family in families)]
+        self.known = _read(self.path, self.key) if self.path else {}
+        self.seen: dict[str, dict] = {}
+        self.changed = False
+
+    def recall(self, path: Path, status: os.stat_result, look: Callable, rebuild: Callable):
+        """What `look()` says of `path`, or what was remembered of this very size and time; a Trouble is an answer too."""
+        name, stamp = os.fspath(path), [status.st_size, status.st_mtime_ns]
+        kept = self.known.get(name)
+        if kept is not None and kept["stamp"] == stamp:
+            self.seen[name] = kept
+            try:
+                return _rebuilt(kept, path, rebuild)
+            except (KeyError, TypeError, ValueError):
+                pass
+        self.changed = True
+        try:
+            answer = look()
+            values = {"spec": _values(answer)} if answer is not None else {"none": True}
+        except Trouble as trouble:
+            answer, values = placed(trouble, path), {"trouble": trouble.to_values()}
+        self.seen[name] = {"stamp": stamp, **values}
+        return answer
+
+    def save(self) -> None:
+        if self.path is None or not (self.changed or len(self.seen) != len(self.known)):
+            return
+        write_json(self.path, {"key": self.key, "files": self.seen})
+        _KEPT[self.path] = (_stamp(self.path), self.key, self.seen)
+
+
+_KEPT: dict[Path, tuple] = {}  # the last reading of each memory file, so that a page drawn again parses nothing
+
+
+def _read(path: Path, key: list) -> dict[str, dict]:
+    stamp = _stamp(path)
+    kept = _KEPT.get(path)
+    if kept is not None and stamp is not None and kept[0] == stamp and kept[1] == key:
+        return kept[2]
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        files = values["files"] if values["key"] == key else {}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    _KEPT[path] = (stamp, key, files)
+    return files
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns
+
+
+def write_json(path: Path, values: dict) -> None:
+    """Whole or not at all; a folder that cannot be written to only costs the memory."""
+    making = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with making.open("w", encoding="utf-8") as file:
+            json.dump(values, file, ensure_ascii=False, separators=(",", ":"))
+            file.flush()
+            os.fsync(file.fileno())
+        making.replace(path)
+    except OSError:
+        making.unlink(missing_ok=True)
+
+
+def _rebuilt(kept: dict, path: Path, rebuild: Callable):
+    if "trouble" in kept:
+        return placed(trouble_from_values(kept["trouble"]), path)
+    return None if "none" in kept else rebuild(kept["spec"], path)
+
+
+def placed(trouble: Trouble, path: Path) -> Trouble:
+    trouble.path = path
+    return trouble
+
+
+def _values(spec: LoraSpec | ModelSpec) -> dict:
+    """A spec as JSON can hold it."""
+    if isinstance(spec, LoraSpec):
+        return {one.name: getattr(spec, one.name) for one in fields(spec) if one.name != "path"}
+    parts = {name: _part_values(part) for name, part in spec.parts.items()}
+    plain = {one.name: getattr(spec, one.name) for one in fields(spec) if one.name != "parts"}
+    return {**plain, "parts": parts, "path": str(spec.path or ""), "tokenizer": str(spec.tokenizer or "")}
+
+
+def lora_from_values(values: dict, path: Path) -> LoraSpec:
+    return LoraSpec(
+        path=path, **{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    )
+
+
+def _part_values(part: PartSpec) -> dict:
+    files = list(part.files)
+    places = {file: number for number, file in enumerate(files)}
+
+    def rows(tensors: Mapping[str, TensorAt]) -> list:
+        return [
+            [name, places.get(at.file, str(at.file)), at.key, at.dtype, at.shape, at.start, at.end, at.swapped]
+            for name, at in tensors.items()
+        ]
+
+    plain = {key: value for key, value in asdict(replace(part, tensors={}, scales={})).items() if key != "folder"}
+    return {
+        **plain,
+        "files": [str(file) for file in files],
+        "tensors": rows(part.tensors),
+        "scales": rows(part.scales),
+        "folder": str(part.folder or ""),
+    }
+
+
+def _part_from_values(values: dict) -> PartSpec:
+    files = [Path(file) for file in values.pop("files")]
+
+    def tensors(rows: list) -> dict[str, TensorAt]:
+        return {
+            name: TensorAt(
+                files[file] if isinstance(file, int) else Path(file), key, dtype, tuple(shape), start, end, swapped
+            )
+            for name, file, key, dtype, shape, start, end, swapped in rows
+        }
+
+    folder = values.pop("folder")
+    read = {"tensors": tensors(values.pop("tensors")), "scales": tensors(values.pop("scales"))}
+    return PartSpec(**values, **read, folder=Path(folder) if folder else None)
+
+
+def model_from_values(values: dict, path: Path) -> ModelSpec:
+    values = dict(values)
+    parts = {name: _part_from_values(dict(part)) for name, part in values.pop("parts").items()}
+    tokenizer, own = values.pop("tokenizer"), values.pop("path")
+    return ModelSpec(
+        parts=parts,
+        path=Path(own) if own else None,
+        tokenizer=Path(tokenizer) if tokenizer else None,
+        **{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()},
+    )
