@@ -26,7 +26,7 @@ def searched(found: Sequence, text: str, studio: Studio) -> list:
 
 def _haystack(spec, studio: Studio) -> str:
     if not isinstance(spec, LoraSpec):
-        return str(getattr(spec, "path", "") or spec).lower()
+        return f"{spec.path.name} {spec}".lower()
     parts = (
         lora_title(spec, studio),
         spec.family,
@@ -83,13 +83,11 @@ def thumbnail_of(spec: LoraSpec) -> str:
     return ""
 
 
-def _broken(entry) -> str:
-    path = getattr(entry, "path", None)
-    trouble = getattr(entry, "trouble", entry)
-    name = path.name if path else "file"
+def _broken(entry: Trouble) -> str:
+    name = entry.path.name
     return (
         f'<div class="card broken"><span class="face">!</span><span class="card-text"><b>{safe(name)}</b>'
-        f"<span>{safe(trouble)}</span></span></div>"
+        f"<span>{safe(entry)}</span></span></div>"
     )
 
 

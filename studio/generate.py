@@ -9,8 +9,9 @@ import gradio as gr
 
 from backend.host.engine import EngineSnapshot
 from backend.schema.knobs import knobs_of, to_values
+from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest, LoraUse
-from studio import form, gallery, lora_rows
+from studio import form, gallery, lora_rows, plan_panel
 from studio.engine_view import busy, progress_panel
 from studio.form import Form
 from studio.lora_rows import LoraRows
@@ -54,7 +55,7 @@ class Generate:
 
     @property
     def live_outputs(self) -> list:
-        return [self.progress, self.stage, self.receipt, self.thumbs, self.go, self.cancel, *self.actions]
+        return [self.progress, self.stage, self.receipt, self.thumbs, self.go, self.cancel, self.plan, *self.actions]
 
 
 def build(studio: Studio) -> Generate:
@@ -154,6 +155,11 @@ def remembered(studio: Studio) -> tuple[GenerationRequest, tuple[LoraUse, ...]]:
     return request, uses
 
 
+def whole_request(studio: Studio) -> GenerationRequest:
+    request, loras = remembered(studio)
+    return replace(request, loras=loras)
+
+
 def read_inputs(tab: Generate, values: tuple, studio: Studio) -> GenerationRequest:
     """The request that the form shows. Raises Trouble for a value that cannot be."""
     count = len(tab.form.controls)
@@ -186,6 +192,7 @@ def view(studio: Studio, tab: Generate, choice: dict, seen: dict, snapshot: Engi
         else (choice["picture"], stamp(studio.places.outputs)),
         "thumbs": (choice["picture"], stamp(studio.places.outputs), most),
         "busy": busy(snapshot),
+        "plan": (read_values(request_file(studio.places)), choice["card"], snapshot.state),
     }
     fresh = {name for name, value in now.items() if seen.get(name) != value}
     picture = None
@@ -202,10 +209,21 @@ def view(studio: Studio, tab: Generate, choice: dict, seen: dict, snapshot: Engi
         )
         out[2] = "" if making else gallery.receipt(studio, picture)
         for i in range(len(tab.actions)):
-            out[6 + i] = gr.update(visible=not making and picture is not None)
+            out[7 + i] = gr.update(visible=not making and picture is not None)
     if "thumbs" in fresh:
         out[3] = gallery.thumbs(studio, shown=picture, most=most)
     if "busy" in fresh:
         out[4] = gr.update(value="Generate another" if now["busy"] else "Generate")
         out[5] = gr.update(interactive=now["busy"])
+    if "plan" in fresh:
+        out[6] = plan_of(studio, whole_request(studio), choice["card"])
     return out, seen | now
+
+
+def plan_of(studio: Studio, request: GenerationRequest, what_if: str) -> str:
+    """The estimate for a request; it offers to be made smaller where it does not fit."""
+    try:
+        red = plan_panel.estimate(studio, request.model, request, what_if=what_if).plan.verdict == "red"
+    except Trouble:
+        red = False
+    return plan_panel.panel(studio, request.model, request, what_if=what_if, fit=red)

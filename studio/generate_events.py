@@ -9,13 +9,14 @@ from pathlib import Path
 
 import gradio as gr
 
+from backend.schema.knobs import to_values
 from backend.schema.messages import Trouble
-from backend.schema.request import request_to_values
-from studio import form, gallery, shelf
-from studio.generate import Generate, fill, read_inputs
+from backend.schema.request import GenerationRequest, request_to_values
+from studio import form, gallery, plan_panel, shelf
+from studio.generate import Generate, fill, plan_of, read_inputs
 from studio.pictures import is_inside, read_settings, to_trash
 from studio.restore import restore
-from studio.session import request_file, write_values
+from studio.session import read_values, request_file, write_values
 from studio.studio import Studio
 from studio.words import notice, trouble_notice
 
@@ -62,25 +63,37 @@ def wire(studio: Studio, tab: Generate, ui: gr.BrowserState, shown: gr.State, re
         redraw(event(submit, [ui, *tab.inputs], [seed, tab.said, ui], **QUIET))
     redraw(tab.cancel.click(lambda: studio.engine.cancel(), None, None, **QUIET))
 
-    def remember(*values):
+    def changed(choice: dict, *values):
         try:
             request = read_inputs(tab, values, studio)
         except (Trouble, OSError):
-            return  # half-typed; the next change comes soon
+            return gr.skip()  # half-typed; the next change comes soon
         write_values(request_file(studio.places), request_to_values(request))
+        return plan_of(studio, request, choice["card"])
 
     changes = [part.input for part in (*tab.form.components, *tab.rows.inputs)]
     changes += [tab.start_picture.change, tab.rows.count.change]
-    gr.on(changes, remember, tab.inputs, None, trigger_mode="always_last", **QUIET)
+    gr.on(changes, changed, [ui, *tab.inputs], tab.plan, trigger_mode="always_last", **QUIET)
 
     def fit_model(model: str, *values):
         request = form.read_or_none(tab.form, values)
         if request is None:
             return [gr.skip()] * len(values)
-        return form.fill(tab.form, replace(request, **shelf.request_defaults(shelf.models(studio), model, studio)))
+        request = replace(request, **shelf.request_defaults(shelf.models(studio), model, studio))
+        write_values(request_file(studio.places), read_values(request_file(studio.places)) | to_values(request))
+        return form.fill(tab.form, request)
 
     model = tab.form.controls["model"]
     model.input(fit_model, [model, *tab.form.components], tab.form.components, **QUIET)
+
+    def act_on_plan(event: gr.EventData, choice: dict, *values):
+        if event.do == "card":
+            return [*[gr.skip()] * len(tab.form.components), choice | {"card": event.what}]
+        request = smaller_until_it_fits(studio, read_inputs(tab, values, studio), choice["card"])
+        write_values(request_file(studio.places), request_to_values(request))
+        return [*form.fill(tab.form, request), choice]
+
+    redraw(tab.plan.act(act_on_plan, [ui, *tab.inputs], [*tab.form.components, ui], **QUIET))
     _wire_seed(studio, tab)
     _wire_pictures(studio, tab, ui, shown, redraw)
 
@@ -145,3 +158,14 @@ def _wire_pictures(studio: Studio, tab: Generate, ui: gr.BrowserState, shown: gr
             studio.engine.dismiss()
 
     redraw(tab.progress.act(act_on_progress, None, None, **QUIET))
+
+
+def smaller_until_it_fits(studio: Studio, request: GenerationRequest, what_if: str) -> GenerationRequest:
+    """The request with both sides shortened in equal proportion, by steps of 16 pixels, until the plan says that it fits."""
+    long = max(request.width, request.height)
+    for side in range(long, 15, -16):
+        width, height = (max(16, round(edge * side / long / 16) * 16) for edge in (request.width, request.height))
+        smaller = replace(request, width=width, height=height)
+        if plan_panel.estimate(studio, request.model, smaller, what_if=what_if).plan.verdict == "green":
+            return smaller
+    return request

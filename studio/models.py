@@ -10,7 +10,6 @@ from pathlib import Path
 import gradio as gr
 
 from backend.catalog.spec import LoraSpec
-from backend.schema.places import Places
 from studio import cards, shelf
 from studio.pictures import is_inside, to_trash
 from studio.session import read_values, request_file
@@ -122,7 +121,7 @@ def wire(studio: Studio, tab: ModelsTab, ui, shown: gr.State, redraw: Callable, 
 
     def discard(choice: dict, seen: dict):
         path = Path(choice["lora"])
-        if not path.is_file() or not is_inside(path, lora_folders(studio, studio.places)):
+        if not path.is_file() or not is_inside(path, tuple(shelf.lora_folders(studio))):
             return choice, seen, notice("That file is not in a LoRA folder.", kind="warn")
         try:
             target = to_trash(path, studio.places)
@@ -131,7 +130,3 @@ def wire(studio: Studio, tab: ModelsTab, ui, shown: gr.State, redraw: Callable, 
         return choice | {"lora": ""}, look_again(seen), notice(f"Moved to {target}.", kind="good")
 
     redraw(tab.buttons["discard"].click(discard, [ui, shown], [ui, shown, tab.said], **QUIET))
-
-
-def lora_folders(studio: Studio, places: Places) -> tuple[Path, ...]:
-    return (places.loras, places.runs, *map(Path, studio.preferences().lora_folders))

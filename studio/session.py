@@ -14,7 +14,7 @@ from backend.schema.places import Places
 from backend.schema.preferences import Preferences
 
 # What one browser remembers; anything else is on disk or in the engine's snapshot.
-CHOICES = {"tab": "generate", "picture": "", "run": "", "lora": ""}
+CHOICES = {"tab": "generate", "picture": "", "run": "", "lora": "", "card": ""}
 
 
 def browser_choices() -> gr.BrowserState:

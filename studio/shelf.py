@@ -7,7 +7,6 @@ from pathlib import Path
 
 from backend.catalog import library
 from backend.catalog.spec import LoraSpec, ModelSpec
-from backend.host.run import list_runs
 from backend.schema.messages import Trouble
 from backend.schema.places import ASSETS
 from studio.studio import Studio
@@ -23,14 +22,15 @@ def models(studio: Studio) -> tuple[ModelSpec | Trouble, ...]:
 
 
 def loras(studio: Studio) -> tuple[LoraSpec | Trouble, ...]:
-    """Every LoRA file in the configured folders, then the results of runs."""
-    preferences = studio.preferences()
-    folders = [studio.places.loras, *map(Path, preferences.lora_folders), *run_folders(studio)]
-    return library.scan_loras(folders, studio.families, studio.places.cache)
+    """Every LoRA file in the configured folders and the results of runs, families as corrected by hand."""
+    corrections = library.read_corrections(studio.places.user)
+    return library.scan_loras(lora_folders(studio), studio.families, studio.places.cache, corrections=corrections)
 
 
-def run_folders(studio: Studio) -> list[Path]:
-    return list(dict.fromkeys(path.parent for run in list_runs(studio.places) for path in run.saved))
+def lora_folders(studio: Studio) -> list[Path]:
+    """Where LoRA files are looked for; a file in one of them may be moved to the trash."""
+    places = studio.places
+    return [places.loras, places.runs, places.models / "train", *map(Path, studio.preferences().lora_folders)]
 
 
 def model_id(spec: ModelSpec, studio: Studio) -> str:

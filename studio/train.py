@@ -9,8 +9,9 @@ import gradio as gr
 
 from backend.host import runs
 from backend.schema.knobs import knobs_of, to_values
+from backend.schema.messages import Trouble
 from backend.schema.training import TrainingConfig
-from studio import captions, form, presets, run_view
+from studio import captions, form, plan_panel, presets, run_view
 from studio.caption_editor import editor
 from studio.form import Form
 from studio.session import read_config, training_file, with_known
@@ -47,6 +48,7 @@ class Train:
     samples: gr.HTML
     results: gr.HTML
     log: gr.HTML
+    log_fold: gr.Accordion
     runs: gr.HTML
     run_said: gr.HTML
 
@@ -57,7 +59,10 @@ class Train:
 
     @property
     def live_outputs(self) -> list:
-        return [self.head, self.curve, self.samples, self.results, self.log, self.runs, *self.buttons.values()]
+        return [
+            self.head, self.curve, self.samples, self.results, self.log, self.log_fold, self.runs, self.plan,
+            *self.buttons.values(),
+        ]  # fmt: skip
 
 
 def remembered(studio: Studio) -> TrainingConfig:
@@ -153,13 +158,13 @@ def build(studio: Studio) -> Train:
             curve = live(name="run-curve")
             samples = live(name="run-samples")
             results = live(name="run-results")
-            with gr.Accordion("Log", open=False, elem_id="log-fold", elem_classes="fold"):
+            with gr.Accordion("Log", open=False, visible=False, elem_id="log-fold", elem_classes="fold") as log_fold:
                 log = live(name="run-log")
             runs_region = live(name="runs")
     ordered = {item.name: made[item.name] for item in knobs_of(TrainingConfig) if item.name in made}
     return Train(
         Form(TrainingConfig, ordered), preset, dataset_said, upload, upload_name, shown, page, command, start, said, plan,
-        head, buttons, curve, samples, results, log, runs_region, run_said,
+        head, buttons, curve, samples, results, log, log_fold, runs_region, run_said,
     )  # fmt: skip
 
 
@@ -203,7 +208,23 @@ def view(studio: Studio, tab: Train, choice: dict, seen: dict) -> tuple[list, di
         out[3] = run_view.results(studio, run)
         out[4] = run_view.log_html(runs.log(run.folder) if run else "")
         can = run_view.buttons(run)
-        out[6:] = [gr.update(visible=can[name]) for name in tab.buttons]
+        out[5] = gr.update(visible=run is not None)
+        out[8:] = [gr.update(visible=can[name]) for name in tab.buttons]
     if seen.get("runs") != every:
-        out[5] = run_view.runs_list(found, shown=run, now=now)
-    return out, {"run": one, "runs": every}
+        out[6] = run_view.runs_list(found, shown=run, now=now)
+    config = remembered(studio)
+    plan = (config, choice["card"])
+    if seen.get("plan") != plan:
+        out[7] = plan_of(studio, config, choice["card"])
+    return out, {"run": one, "runs": every, "plan": plan}
+
+
+def plan_of(studio: Studio, config: TrainingConfig, what_if: str) -> str:
+    """The estimate for a run; it offers to set what the plan wants otherwise than the form has it."""
+    try:
+        wanted = plan_panel.estimate(studio, config.model.model, config, what_if=what_if).plan.settings
+    except Trouble:
+        wanted = {}
+    now = to_values(config)
+    fit = any(now.get(name) != value for name, value in wanted.items())
+    return plan_panel.panel(studio, config.model.model, config, what_if=what_if, fit=fit)

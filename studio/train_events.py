@@ -12,10 +12,10 @@ import gradio as gr
 from backend.host import runs
 from backend.schema.messages import Trouble
 from backend.schema.training import TrainingConfig
-from studio import captions, form, presets, run_view
-from studio.session import training_file, write_config
+from studio import captions, form, plan_panel, presets, run_view
+from studio.session import training_file, with_known, write_config
 from studio.studio import Studio
-from studio.train import Train, command_of, fill, remembered, shown_editor, with_dataset
+from studio.train import Train, command_of, fill, plan_of, remembered, shown_editor, with_dataset
 from studio.words import notice, trouble_notice
 
 QUIET = {"show_progress": "hidden", "queue": False}
@@ -23,7 +23,7 @@ QUIET = {"show_progress": "hidden", "queue": False}
 
 def wire(studio: Studio, tab: Train, ui: gr.BrowserState, redraw: Callable, use_lora: Callable) -> None:
     """Binds everything. `use_lora(event)` leads to Generate with the LoRA that the browser's choices name."""
-    _wire_form(studio, tab)
+    _wire_form(studio, tab, ui, redraw)
     _wire_dataset(studio, tab)
     _wire_start(studio, tab, ui, redraw)
     _wire_run(studio, tab, ui, redraw, use_lora)
@@ -34,18 +34,28 @@ def read_form(studio: Studio, tab: Train, values: tuple) -> TrainingConfig:
     return form.read(tab.form, values, base=remembered(studio))
 
 
-def _wire_form(studio: Studio, tab: Train) -> None:
-    def changed(*values):
+def _wire_form(studio: Studio, tab: Train, ui: gr.BrowserState, redraw: Callable) -> None:
+    def changed(choice: dict, *values):
         config = form.read_or_none(tab.form, values, base=remembered(studio))
         if config is None:
-            return gr.skip()
+            return gr.skip(), gr.skip()
         write_config(training_file(studio.places), config)
-        return command_of(config)
+        return command_of(config), plan_of(studio, config, choice["card"])
 
-    parts = [part for name, part in tab.form.controls.items() if name != "dataset_base_path"]
-    gr.on(
-        [part.input for part in parts], changed, tab.form.components, tab.command, trigger_mode="always_last", **QUIET
-    )
+    parts = [part.input for name, part in tab.form.controls.items() if name != "dataset_base_path"]
+    inputs = [ui, *tab.form.components]
+    gr.on(parts, changed, inputs, [tab.command, tab.plan], trigger_mode="always_last", **QUIET)
+
+    def act_on_plan(event: gr.EventData, choice: dict, *values):
+        if event.do == "card":
+            return [*[gr.skip()] * len(tab.form_outputs), choice | {"card": event.what}]
+        config = form.read_or_none(tab.form, values, base=remembered(studio)) or remembered(studio)
+        found = plan_panel.estimate(studio, config.model.model, config, what_if=choice["card"])
+        config = with_known(config, found.plan.settings)
+        write_config(training_file(studio.places), config)
+        return [*fill(studio, tab, config), choice]
+
+    redraw(tab.plan.act(act_on_plan, inputs, [*tab.form_outputs, ui], **QUIET))
 
     def choose_preset(name: str, *values):
         preset = next((item for item in presets.presets(studio.places) if item.name == name), None)

@@ -1,0 +1,158 @@
+"""The estimate beside the buttons: what a job will need on a card, phase by phase, before anything is loaded."""
+
+from __future__ import annotations
+
+from backend.catalog.page import WHAT_IF_GIB, Bar, PageEstimate, estimate_for_page
+from backend.catalog.sizes import ModelSizes, sizes_of
+from backend.catalog.spec import ModelSpec
+from backend.host import card
+from backend.schema.messages import Trouble
+from backend.schema.vram import GIB, Card
+from studio import shelf
+from studio.studio import Studio
+from studio.words import notice, safe, size_words, time_words
+
+VERDICTS = {"green": ("good", "Fits"), "amber": ("warn", "May just fit"), "red": ("bad", "Does not fit")}
+# Colour of a segment by its label; parts that are not named here take turns in the three of the first line.
+COLOURS = {
+    "staging": "--staging",
+    "working memory": "--work",
+    "LoRA and optimizer": "--adapter",
+    "libraries and fragments": "--others",
+    "used by others": "--others",
+    "reserve": "--reserve",
+}
+PARTS = {"dit": "--part-1", "text_encoder": "--part-2", "vae": "--part-3"}
+PHASE_WORDS = {
+    "text": "Read the prompt",
+    "encode": "Encode the picture",
+    "denoise": "Denoise",
+    "decode": "Decode",
+    "cache text": "Encode captions",
+    "cache pictures": "Encode pictures",
+    "step": "Train a step",
+    "sample": "Draw samples",
+    "save": "Save",
+}
+
+
+def this_card(studio: Studio) -> Card:
+    """The card that the preferences mean, with what others use now."""
+    wish = studio.preferences()
+    pid = studio.engine.snapshot().pid
+    cards = card.probe(reserve_bytes=int(wish.reserve_gib * GIB), own_pids=[pid] if pid else [])
+    return card.choose(cards, wish.device)
+
+
+def sizes_of_model(studio: Studio, value: str) -> ModelSizes | str:
+    """Sizes from the headers of the model that a form calls `value`; the name itself for one that is not here."""
+    for spec in shelf.models(studio):
+        if isinstance(spec, ModelSpec) and value in (shelf.model_id(spec, studio), str(spec.path)):
+            return sizes_of(spec, folder=studio.places.user / "memory")
+    return value.rsplit("/", 1)[-1]
+
+
+def estimate(studio: Studio, model: str, job: object, *, what_if: str) -> PageEstimate:
+    """Raises Trouble for a model of which nothing is known."""
+    sizes = sizes_of_model(studio, model)
+    wish = studio.preferences()
+    return estimate_for_page(sizes, this_card(studio), job, wish, user=studio.places.user, what_if_card=what_if)
+
+
+def panel(studio: Studio, model: str, job: object, *, what_if: str, fit: bool = False) -> str:
+    """The whole panel as HTML. `fit`: offer "Make it fit" where the form can be changed so that it does."""
+    try:
+        found = estimate(studio, model, job, what_if=what_if)
+    except Trouble as trouble:
+        return f'<div class="plan">{notice(f"No estimate: {trouble.message}")}</div>'
+    look, words = VERDICTS[found.plan.verdict]
+    seconds = _seconds_words(found.plan.seconds)
+    low, high = size_words(found.plan.peak_low_bytes), size_words(found.plan.peak_high_bytes)
+    need = high if low == high else f"{low} to {high}"
+    head = (
+        f'<div class="plan-head"><span class="pill {look}">{words}</span>'
+        f"<span><b>{need}</b> of {size_words(found.card.total_bytes)} on {safe(_card_words(found.card))}{seconds}</span>"
+        f"{_fit_button(found, fit)}</div>"
+    )
+    scale = max([found.card.total_bytes, *(bar.high_bytes + _outside(bar) for bar in found.bars)])
+    bars = "".join(_bar(bar, scale, found.card.total_bytes) for bar in found.bars)
+    return f'<div class="plan">{head}<div class="plan-bars">{bars}</div>{_legend(found)}{_more(found)}{_cards(what_if)}</div>'
+
+
+def _seconds_words(seconds: tuple[float, float]) -> str:
+    low, high = seconds
+    if high <= 0:
+        return ""
+    if time_words(low) == time_words(high):
+        return f", about {time_words(high)}" if high >= 1 else ", under a second"
+    return f", {time_words(low)} to {time_words(high)}"
+
+
+def _card_words(found: Card) -> str:
+    return "this machine" if found.measured and found.device == "cpu" else found.name
+
+
+def _fit_button(found: PageEstimate, fit: bool) -> str:
+    if not fit:
+        return ""
+    return '<button type="button" class="quiet" data-do="fit">Make it fit</button>'
+
+
+def _outside(bar: Bar) -> int:
+    return sum(nbytes for name, nbytes in bar.segments if name in ("reserve", "used by others"))
+
+
+def _bar(bar: Bar, scale: int, total: int) -> str:
+    """One phase: segments from the left, the card's end as a line, the peak's band as a bracket."""
+    pieces = "".join(
+        f'<i style="width:{nbytes / scale * 100:.2f}%;background:var({_colour(name)})" '
+        f'title="{safe(_name_words(name))}: {size_words(nbytes)}"></i>'
+        for name, nbytes in bar.segments
+    )
+    low, high = bar.low_bytes / scale * 100, bar.high_bytes / scale * 100
+    band = f'<u style="left:{low:.2f}%;width:{max(high - low, 0.4):.2f}%" title="Peak: {size_words(bar.low_bytes)} to {size_words(bar.high_bytes)}"></u>'
+    end = f'<s style="left:{min(total / scale * 100, 100):.2f}%" title="The card ends here"></s>'
+    return (
+        f'<span class="plan-phase">{safe(PHASE_WORDS.get(bar.phase, bar.phase))}</span>'
+        f'<span class="plan-bar">{pieces}{band}{end}</span><span class="plan-peak">{size_words(bar.high_bytes)}</span>'
+    )
+
+
+def _colour(name: str) -> str:
+    return COLOURS.get(name) or PARTS.get(name, "--part-2")
+
+
+def _name_words(name: str) -> str:
+    return {"dit": "image network", "text_encoder": "text encoder", "vae": "picture decoder"}.get(name, name)
+
+
+def _legend(found: PageEstimate) -> str:
+    names = dict.fromkeys(name for bar in found.bars for name, _ in bar.segments)
+    items = "".join(
+        f'<span><i style="background:var({_colour(name)})"></i>{safe(_name_words(name))}</span>' for name in names
+    )
+    return f'<div class="plan-legend">{items}</div>'
+
+
+def _more(found: PageEstimate) -> str:
+    """The plan's sentences behind a fold, and how the last run of this kind compared."""
+    lines = [*found.sentences, f"{size_words(found.plan.ram_bytes)} of RAM are needed."]
+    if found.plan.disk_bytes:
+        lines.append(f"The model's files are {size_words(found.plan.disk_bytes)}.")
+    if found.estimating:
+        lines.append("Estimating: the working memory of this model is being measured; the figure will get sharper.")
+    items = "".join(f"<li>{safe(line)}</li>" for line in lines)
+    advice = f'<p class="caption">{safe(found.plan.advice)}</p>' if found.plan.advice else ""
+    last = f'<p class="caption">{safe(found.last_time)}</p>' if found.last_time else ""
+    return f'{advice}{last}<details class="plan-more"><summary>How it is done</summary><ul>{items}</ul></details>'
+
+
+def _cards(what_if: str) -> str:
+    """The what-if selector: this machine, then the usual sizes."""
+    choices = [("", "This machine"), *((f"{gib}GiB", f"{gib} GB") for gib in WHAT_IF_GIB)]
+    buttons = "".join(
+        f'<button type="button" class="chip{" on" if value == what_if else ""}" data-do="card" data-what="{value}"'
+        f' aria-pressed="{str(value == what_if).lower()}">{words}</button>'
+        for value, words in choices
+    )
+    return f'<div class="plan-cards" role="group" aria-label="Card to plan for">{buttons}</div>'

@@ -1,0 +1,96 @@
+"""Datasets on the page: what is found, what a caption says, and that nothing is overwritten silently."""
+
+from __future__ import annotations
+
+import pytest
+from PIL import Image
+
+from backend.schema.messages import Trouble
+from studio import caption_editor, captions
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = tmp_path / "set"
+    made.mkdir()
+    for name in ("a", "b"):
+        Image.new("RGB", (20, 20)).save(made / f"{name}.png")
+    (made / "a.txt").write_text("a red ball", encoding="utf-8")
+    return made
+
+
+def test_pictures_are_found_as_the_trainer_finds_them(folder):
+    (folder / "a.mask.png").write_bytes((folder / "a.png").read_bytes())
+    (folder / ".hidden.png").write_bytes((folder / "a.png").read_bytes())
+    assert [path.name for path in captions.pictures_in(folder)] == ["a.png", "b.png"]
+
+
+def test_no_folder_and_no_pictures_are_sentences(tmp_path):
+    with pytest.raises(Trouble, match="does not exist"):
+        captions.pictures_in(tmp_path / "nowhere")
+    with pytest.raises(Trouble, match="no pictures"):
+        captions.pictures_in(tmp_path)
+
+
+def test_an_edited_caption_is_saved_and_the_old_text_kept(folder, data):
+    edits = {str(folder / "a.png"): "a blue ball", str(folder / "b.png"): "a box", "/elsewhere/c.png": "no"}
+    target, words = captions.save(folder, edits, data)
+    assert target == folder and "2 captions" in words
+    assert captions.read_caption(folder / "a.txt") == "a blue ball" and captions.read_caption(folder / "b.txt") == "a box"
+    (earlier,) = (folder / captions.EARLIER).rglob("a.txt")
+    assert earlier.read_text() == "a red ball" and str(earlier.parent) in words
+
+
+def test_an_unchanged_caption_writes_nothing(folder, data):
+    target, words = captions.save(folder, {str(folder / "a.png"): "a red ball "}, data)
+    assert target == folder and words == "No caption was changed." and not (folder / captions.EARLIER).exists()
+
+
+def test_a_set_that_comes_with_loft_is_copied_first(folder, data, monkeypatch):
+    monkeypatch.setattr(captions, "ASSETS", folder.parent)
+    target, words = captions.save(folder, {str(folder / "a.png"): "changed"}, data)
+    assert target == data.datasets / "set" and str(target) in words
+    assert (folder / "a.txt").read_text() == "a red ball" and captions.read_caption(target / "a.txt") == "changed"
+
+
+def test_a_caption_in_another_encoding_is_readable(folder):
+    (folder / "a.txt").write_bytes("grüner Apfel".encode("cp1252"))
+    assert captions.read_caption(folder / "a.txt") == "grüner Apfel"
+    (folder / "a.txt").write_bytes("红苹果".encode("utf-16"))
+    assert captions.read_caption(folder / "a.txt") == "红苹果"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("metadata.csv", "image,prompt\na.png,from the table\n"),
+        ("metadata.json", '[{"image": "a.png", "prompt": "from the table"}]'),
+        ("metadata.jsonl", '{"image": "a.png", "prompt": "from the table"}\nnot json\n'),
+    ],
+)
+def test_a_metadata_file_is_shown_and_not_edited(folder, name, text):
+    (folder / name).write_text(text)
+    shown = caption_editor.editor(folder, page=0)
+    assert "from the table" in shown and name in shown and "Save captions" not in shown
+
+
+def test_captions_are_shown_as_text_not_as_markup(folder):
+    (folder / "a.txt").write_text("</textarea><img src=x onerror=alert(1)>")
+    assert "<img src=x" not in caption_editor.editor(folder, page=0)
+
+
+def test_an_upload_becomes_a_set_of_its_own(data, folder):
+    files = [str(path) for path in sorted(folder.iterdir())]
+    one, words = captions.take_upload(files, "my ../cat", data)
+    two, _ = captions.take_upload(files, "my ../cat", data)
+    assert one.parent == two.parent == data.datasets and one != two
+    assert "2 pictures, 1 with a caption" in words and (one / "a.txt").is_file()
+    with pytest.raises(Trouble, match="no picture"):
+        captions.take_upload([str(folder / "a.txt")], "x", data)
+
+
+def test_many_pictures_come_in_pages(tmp_path):
+    for i in range(caption_editor.PAGE + 1):
+        Image.new("RGB", (4, 4)).save(tmp_path / f"{i:03d}.png")
+    assert caption_editor.editor(tmp_path, page=0).count("<textarea") == caption_editor.PAGE
+    assert caption_editor.editor(tmp_path, page=9).count("<textarea") == 1
