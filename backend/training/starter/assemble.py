@@ -92,7 +92,7 @@ def install(weights: Path, base: Path, target: Path) -> None:
     shutil.copytree(base, target, dirs_exist_ok=True)
     trained = load_file(weights)
     places = {"dit": (target / "transformer" / "diffusion_pytorch_model.safetensors", ""),
-              "text_encoder": (target / "text_encoder" / "model.safetensors", "model.language_model.")}
+              "text_encoder": (target / "text_encoder" / "model.safetensors", "model.")}
     for part, (path, prefix) in places.items():
         found = {name.removeprefix("pipe.").removeprefix(part + "."): value for name, value in trained.items()
                  if name.removeprefix("pipe.").startswith(part + ".")}

@@ -94,7 +94,7 @@ def test_trained_weights_are_put_in_their_places_and_strange_ones_refused(tmp_pa
 
     base = tmp_path / "base"
     for part, names in (("transformer/diffusion_pytorch_model", ["img_in.weight"]),
-                        ("text_encoder/model", ["model.language_model.norm.weight", "model.visual.x"])):
+                        ("text_encoder/model", ["model.norm.weight", "visual.x"])):
         path = base / f"{part}.safetensors"
         path.parent.mkdir(parents=True)
         save_file({name: torch.zeros(3, dtype=torch.bfloat16) for name in names}, path)
@@ -104,7 +104,7 @@ def test_trained_weights_are_put_in_their_places_and_strange_ones_refused(tmp_pa
     assemble.install(tmp_path / "good.safetensors", base, tmp_path / "out")
     assert load_file(tmp_path / "out/transformer/diffusion_pytorch_model.safetensors")["img_in.weight"].tolist() == [1, 1, 1]
     text = load_file(tmp_path / "out/text_encoder/model.safetensors")
-    assert text["model.language_model.norm.weight"].tolist() == [2, 2, 2] and not text["model.visual.x"].any()
+    assert text["model.norm.weight"].tolist() == [2, 2, 2] and not text["visual.x"].any()
     assert json.loads((tmp_path / "out/transformer/config.json").read_text()) == {"a": 1}
     save_file(good | {"dit.other": torch.ones(1)}, tmp_path / "strange.safetensors")
     with pytest.raises(ValueError, match="1 have no place"):
