@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+from backend.catalog import remembered
 from backend.catalog.header import read_layout
 from backend.catalog.identify import SHARD, identify_model
 from backend.catalog.lora_kind import lora_of
@@ -20,6 +21,8 @@ LONGEST_VALUE = 48 * 1024  # of metadata kept in a listing; a small thumbnail fi
 SKIPPED = ("checkpoints", "samples", "trash", "__pycache__", ".git", ".cache")
 DEPTH = 6
 CORRECTIONS = "lora_families.json"
+
+__all__ = ["correct_family", "read_corrections", "remembered", "scan_loras", "scan_models"]
 
 Entry = LoraSpec | Trouble
 

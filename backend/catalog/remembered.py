@@ -68,6 +68,11 @@ def _read(path: Path, key: list) -> dict[str, dict]:
     return files
 
 
+def forget() -> None:
+    """Drops what this process holds of the memory files; they are read again when next needed."""
+    _KEPT.clear()
+
+
 def _stamp(path: Path) -> tuple[int, int] | None:
     try:
         status = path.stat()
