@@ -18,7 +18,8 @@ def decode_text(data: bytes) -> tuple[str, str]:
     """The text in `data` and the encoding it was taken for.
 
     A byte order mark decides; then NUL bytes on one side of every pair (UTF-16 without a mark); then UTF-8 where the bytes
-    are legal; then GB18030 where that gives mostly Chinese characters; and Windows' western code page for the rest.
+    are legal; then GB18030 where that gives Chinese characters that are not stuck between western letters, as an accented
+    letter read so would be; and Windows' western code page for the rest.
     """
     for mark, encoding in _MARKS:
         if data.startswith(mark):
@@ -41,8 +42,14 @@ def decode_text(data: bytes) -> tuple[str, str]:
 
 
 def _share_chinese(text: str) -> float:
-    letters = [letter for letter in text if ord(letter) > 127]
-    return sum(0x4E00 <= ord(letter) <= 0x9FFF for letter in letters) / max(len(letters), 1)
+    foreign = [place for place, letter in enumerate(text) if ord(letter) > 127]
+    padded = f" {text} "
+
+    def is_word(place: int) -> bool:
+        stuck = any(letter.isascii() and letter.isalpha() for letter in (padded[place], padded[place + 2]))
+        return 0x4E00 <= ord(text[place]) <= 0x9FFF and not stuck
+
+    return sum(map(is_word, foreign)) / max(len(foreign), 1)
 
 
 def read_text(path: Path) -> tuple[str, str]:

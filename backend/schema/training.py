@@ -275,6 +275,12 @@ class MemorySection:
     use_gradient_checkpointing_offload: bool = knob(
         False, help="Keep what gradient checkpointing stores in RAM; turns checkpointing on.", level="advanced"
     )
+    enable_model_cpu_offload: bool = knob(
+        False,
+        help="Keep frozen weights in RAM and fetch them block by block, forwards and backwards. On a CPU they stay in the file.",
+        label="Model CPU offload",
+        level="advanced",
+    )
 
 
 @dataclass(frozen=True)
@@ -302,6 +308,11 @@ class OutputSection:
         "bfloat16",
         help="Number format of the saved files.",
         choices=("bfloat16", "float16", "float32"),
+        level="advanced",
+    )
+    preflight: bool = knob(
+        False,
+        help="First try one step at the largest size, one sample and one save, and say how much memory each took.",
         level="advanced",
     )
     enable_csv_log: bool = knob(True, help="Write loss.csv.", level="advanced")

@@ -132,28 +132,51 @@ def _train(config: TrainingConfig, folder: Path, reporter) -> str:
 
     from backend.schema.knobs import to_values
     from backend.training.loop import pace_of, train
+    from backend.training.preflight import preflight
     from backend.training.reporter import add_boards
-    from backend.training.run import set_up
+    from backend.training.setup import set_up
 
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),  # said outright, for several processes on a CPU find each other only so
         mixed_precision=config.training.mixed_precision,
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=config.training.find_unused_parameters)],
     )
-    assert accelerator.num_processes == int(os.environ.get("WORLD_SIZE", "1")), "the processes do not know of each other"
+    assert accelerator.num_processes == int(os.environ.get("WORLD_SIZE", "1")), (
+        "the processes do not know of each other"
+    )
     if accelerator.is_main_process:
         add_boards(reporter, config.output, config=to_values(config))
     index = places().cache / "pictures.json"
+    if config.training.task.endswith(":data_process"):
+        return _process_data(config, accelerator, reporter, index)
     run = set_up(config, folder, Path(config.output.output_path), accelerator, reporter, index=index)
     pace = pace_of(run)
     reporter.event(
         "started", total_steps=pace.total, epochs=pace.total // pace.per_epoch, model=run.base.spec.title,
         parts=sorted({name.partition(".")[0] for name in run.weights}), pid=os.getpid(),
     )  # fmt: skip
+    if config.output.preflight:
+        preflight(run)
     reason = train(run)
     reporter.event("finished", step=_last_step(folder), reason=reason)
     accelerator.end_training()
     return reason
+
+
+def _process_data(config: TrainingConfig, accelerator, reporter, index: Path) -> str:
+    """The first of two stages: everything that needs no gradient is computed and stored in `output_path`."""
+    from backend.training import stored
+    from backend.training.setup import make_loader, make_source
+
+    output = Path(config.output.output_path)
+    load = make_loader(config, accelerator.device)
+    source = make_source(config, load, accelerator, reporter, index=index, into=output)
+    if accelerator.is_main_process:
+        stored.write(output, source, load.base)
+        reporter.event("saved", path=str(output / stored.TABLE), step=0)
+        reporter.event("finished", step=0, reason="complete")
+    accelerator.end_training()
+    return "complete"
 
 
 def _last_step(folder: Path) -> int:

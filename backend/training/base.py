@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +17,8 @@ from backend.engine.load import load_part
 from backend.families import FAMILIES, by_name
 from backend.schema.messages import Trouble
 from backend.schema.places import ASSETS, places
+from backend.schema.vram import VramConfig
+from backend.training import frozen
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -110,9 +112,19 @@ def _model_folder(model: str) -> Path:
 
 
 def load_parts(
-    base: Base, names: Iterable[str], *, trained: Iterable[str], dtype: torch.dtype, device: torch.device
+    base: Base,
+    names: Iterable[str],
+    *,
+    trained: Iterable[str],
+    dtype: torch.dtype,
+    device: torch.device,
+    kept: Mapping[str, VramConfig] | None = None,
+    through_ram: bool = False,
 ) -> dict[str, torch.nn.Module]:
-    """Modules by part. Those in `trained` are in float32, the VAE too (it runs once per picture); the rest in `dtype`."""
+    """Modules by part. Those in `trained` are in float32, the VAE too (it runs once per picture); the rest in `dtype`.
+
+    `kept` says where the weights of some frozen parts lie (`frozen.keeping`). `through_ram`: a part is loaded in RAM first.
+    """
     parts = {}
     for name in names:
         if name not in base.spec.parts:
@@ -120,8 +132,12 @@ def load_parts(
                 "missing_part", f"The model {base.spec.title} has no {name} here, and this run needs it.",
                 hint=f"Name its file too; there are {', '.join(base.spec.parts)}.",
             )  # fmt: skip
-        wanted = torch.float32 if name in trained or name == "vae" else dtype
-        module = load_part(base.spec.parts[name], dtype=wanted, device=device)
+        if kept and name in kept:
+            module = frozen.place(base.spec.parts[name], kept[name], device=device)
+        else:
+            wanted = torch.float32 if name in trained or name == "vae" else dtype
+            module = load_part(base.spec.parts[name], dtype=wanted, device="cpu" if through_ram else device)
+            module.to(device)
         if name in trained:
             _own_weights(module)
         if hasattr(base.family, "prepare"):

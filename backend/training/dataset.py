@@ -7,7 +7,7 @@ import hashlib
 import io
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from PIL import Image
@@ -32,6 +32,7 @@ class Item:
     mask: Path | None = None
     weight: float = 1.0  # how often it is shown against the others
     prior: bool = False  # drawn by the untouched model
+    seed: int | None = None  # of the noise that a teacher drew it from
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def read_dataset(section, *, trigger: str = "", index: Path | None = None) -> Da
 def read_folder(base: Path, *, prior: bool = False) -> Dataset:
     """A plain folder of captioned pictures, for pictures that are trained along."""
     notes: list[str] = []
-    items = [Item(path=item.path, captions=item.captions, prior=prior) for item in _from_folder(base, notes)]
+    items = [replace(item, prior=prior) for item in _from_folder(base, notes)]
     return _measured(items, notes, None, skip_broken=False)
 
 
@@ -102,7 +103,7 @@ def _finished(item: Item, weight: float, trigger: str, masked: str) -> Item:
     mask = item.path.with_name(item.path.stem + MASK_SUFFIX) if masked == "file" else None
     if mask is not None and not mask.is_file():
         mask = None
-    return Item(path=item.path, captions=captions, mask=mask, weight=weight)
+    return replace(item, captions=captions, mask=mask, weight=weight)
 
 
 def _from_folder(base: Path, notes: list[str]) -> Iterator[Item]:
@@ -146,7 +147,16 @@ def _from_metadata(path: Path, base: Path, file_keys: tuple[str, ...], notes: li
                 "bad_metadata", f"Row {number} of {path.name} names no picture: its columns are {', '.join(map(str, row))}.",
                 hint=f"The picture's column must be called {' or '.join(file_keys)} (--data_file_keys).",
             )  # fmt: skip
-        yield Item(path=base / str(row[key]), captions=_captions(row.get("prompt"), number, path))
+        captions = _captions(row.get("prompt"), number, path)
+        yield Item(path=base / str(row[key]), captions=captions, seed=_seed(row.get("seed"), number, path))
+
+
+def _seed(seed, number: int, path: Path) -> int | None:
+    if seed is None or seed == "":
+        return None
+    if not str(seed).strip().isdigit():
+        raise Trouble("bad_metadata", f"The seed in row {number} of {path.name} is {seed!r}, not a whole number.")
+    return int(seed)
 
 
 def _captions(prompt, number: int, path: Path) -> tuple[str, ...]:
@@ -189,7 +199,7 @@ def _measured(items: list[Item], notes: list[str], index: Path | None, *, skip_b
             continue
         used[str(item.path.absolute())] = entry
         width, height, digest = entry[2:]
-        good.append(Item(**{**vars(item), "width": width, "height": height, "digest": digest}))
+        good.append(replace(item, width=width, height=height, digest=digest))
     if not good:
         raise Trouble("empty_dataset", f"None of the {len(items)} pictures can be read.")
     notes += [f"{path.name} cannot be read and is left out: {why}." for path, why in broken]

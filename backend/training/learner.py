@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +20,7 @@ class Material:
     draws: Draws
     weights: torch.Tensor  # (B,) what each sample counts
     mask: torch.Tensor | None = None  # (B, 1, h, w)
-    targets: torch.Tensor | None = None  # (B, C, h, w) velocities to learn in place of noise - latents
+    levels: torch.Tensor | None = None  # (N + 1,): draw from noise in these N steps, and learn the picture at their end
 
     def to(self, device: torch.device) -> Material:
         def move(value):
@@ -38,7 +37,7 @@ class Material:
             draws=draws,
             weights=move(self.weights),
             mask=move(self.mask),
-            targets=move(self.targets),
+            levels=move(self.levels),
         )
 
 
@@ -67,17 +66,26 @@ class Learner(torch.nn.Module):
         return self.family.collate(encodings, device=device)
 
     def forward(self, material: Material, loss) -> tuple[torch.Tensor, torch.Tensor]:
+        condition = self.condition(material)
+        if material.levels is not None:
+            each = errors(self._drawn(material, condition), material.latents, material.mask)
+            return (each * material.weights).sum(), each.detach()
         x = noisy(material.latents, material.draws).to(self.dtype)
-        velocity = self.family.predict(self.named_parts(), x, material.draws.sigma, self.condition(material))
-        target = material.targets if material.targets is not None else material.draws.noise - material.latents
-        each = errors(velocity, target, material.mask)
+        velocity = self.family.predict(self.named_parts(), x, material.draws.sigma, condition)
+        each = errors(velocity, material.draws.noise - material.latents, material.mask)
         weighted = each * level_weight(material.draws.sigma, loss) * material.weights
         return weighted.sum(), each.detach()
+
+    def _drawn(self, material: Material, condition) -> torch.Tensor:
+        """The picture that the student draws in its few steps; gradients pass through all of them."""
+        x, levels = material.draws.noise, material.levels
+        for step in range(len(levels) - 1):
+            sigma = levels[step].expand(len(x))
+            velocity = self.family.predict(self.named_parts(), x.to(self.dtype), sigma, condition)
+            x = x + (levels[step + 1] - levels[step]) * velocity.float()
+        return x
 
 
 def named_trainable(learner: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """`part.parameter` -> what trains."""
     return {name.removeprefix("parts."): weight for name, weight in learner.named_parameters() if weight.requires_grad}
-
-
-Forward = Callable[[Material, object], tuple[torch.Tensor, torch.Tensor]]

@@ -15,8 +15,9 @@ from backend.training.batches import Batch, epoch_batches, of_step, steps_of_epo
 from backend.training.captions import lines_of
 from backend.training.checkpoint import State, prune_states, random_state, save_result, save_state
 from backend.training.optimizers import rate_factor, set_rates
+from backend.training.results import result_metadata, result_tensors
 from backend.training.resume import restore
-from backend.training.run import Run, gather, result_metadata, result_tensors
+from backend.training.run import Run, gather
 from backend.training.samples import EMPTY, draw_latents, drawing, save_sample
 
 MOST_BAD_STEPS = 5  # in a row, after which a run ends
@@ -222,7 +223,7 @@ def _draw_one(run: Run, step: int, number: int, prompt: str) -> None:
     parts = {**run.learner.named_parts(), "vae": run.vae}
     size = (section.sample_height or run.source.sizes[0][0], section.sample_width or run.source.sizes[0][1])
     if run.source.texts is not None:
-        towards, away = run.source._text(prompt), run.source._text(EMPTY)
+        towards, away = run.source.text(prompt), run.source.text(EMPTY)
     else:
         with torch.autocast(run.device.type, dtype=run.dtype, enabled=run.dtype != torch.float32):
             towards, away = family.encode_text(parts, [prompt, EMPTY], device=run.device)

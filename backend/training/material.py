@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from backend.training.cache import Store, fill_latents, fill_texts, key_of, prun
 from backend.training.captions import drawn, lines_of
 from backend.training.dataset import Dataset, Item
 from backend.training.learner import Material
-from backend.training.objective import draw, seed_of
+from backend.training.objective import Draws, draw, seed_of
 from backend.training.samples import EMPTY, EVERYDAY, draw_latents
 
 Parts = Callable[..., dict[str, torch.nn.Module]]
@@ -35,7 +36,7 @@ class Source:
     latent_store: Store
     text_store: Store
     config: object
-    schedule: Callable[[tuple[int, int]], torch.Tensor]
+    schedule: Callable[..., torch.Tensor]  # (size, steps) -> the model's own noise levels
 
     def material(self, batch: Batch, *, scale: float) -> Material:
         """Everything for one batch; `scale` is what a sample of weight 1 counts."""
@@ -50,16 +51,30 @@ class Source:
             if config.dataset.masked_loss != "none":
                 masks.append(self._mask(item, number, latents[-1], flip))
         size = self.sizes[batch.items[0]]
+        draws, levels = None, None
+        if config.training.task.startswith("direct_distill"):
+            draws, levels = self._start(batch, latents[0].shape), self.schedule(size, config.loss.distill_steps)
         needs_schedule = config.loss.timestep_sampling == "shifted"
         return Material(
             latents=torch.stack(latents),
             prompts=tuple(prompts),
-            encodings=None if self.texts is None else [self._text(prompt) for prompt in prompts],
-            draws=draw(latents[0].shape, batch.places, config.loss, seed=seed,
+            encodings=None if self.texts is None else [self.text(prompt) for prompt in prompts],
+            draws=draws or draw(latents[0].shape, batch.places, config.loss, seed=seed,
                        schedule=self.schedule(size) if needs_schedule else None),
             weights=torch.tensor([scale * self._counts(number) for number in batch.items]),
-            mask=torch.stack(masks) if masks else None,
+            mask=torch.stack(masks) if masks else None, levels=levels,
         )  # fmt: skip
+
+    def _start(self, batch: Batch, shape) -> Draws:
+        """Where a student begins: the very noise from which its teacher drew the picture, if the dataset tells its seed."""
+        noise = []
+        for number, place in zip(batch.items, batch.places, strict=True):
+            seed = self.items[number].seed
+            generator = torch.Generator().manual_seed(
+                seed_of(self.config.training.seed, place) if seed is None else seed
+            )
+            noise.append(torch.randn((1, *shape), generator=generator)[0])
+        return Draws(noise=torch.stack(noise), sigma=torch.ones(len(noise)))
 
     def _caption(self, item: Item, random: Random) -> str:
         section = self.config.dataset
@@ -79,7 +94,7 @@ class Source:
             raise Trouble("cache_lost", "An encoding was deleted from the cache while training.", hint="Start again.")
         return found["latents"]
 
-    def _text(self, prompt: str) -> dict[str, torch.Tensor]:
+    def text(self, prompt: str) -> dict[str, torch.Tensor]:
         found = self.text_store.get(self.texts[prompt])
         if found is None:
             raise Trouble("cache_lost", "An encoding was deleted from the cache while training.", hint="Start again.")
@@ -100,25 +115,36 @@ class Wishes:
 
 
 def prepare_source(
-    dataset: Dataset, base: Base, config, load: Parts, wishes: Wishes, *, more_prompts: list[str]
+    dataset: Dataset,
+    base: Base,
+    config,
+    load: Parts,
+    wishes: Wishes,
+    *,
+    more_prompts: list[str],
+    folder: Path | None = None,
 ) -> Source:
-    """A source over `dataset` and the pictures that are trained along. Loads encoders through `load` only where needed."""
+    """A source over `dataset` and the pictures that are trained along. Loads encoders through `load` only where needed.
+
+    Encodings go to `folder`, or else to the cache that runs share.
+    """
     section, cache = config.dataset, places().cache / "encodings"
-    folder = cache if section.data_cache else None
+    shared = folder is None and section.data_cache
+    folder = folder or (cache if shared else None)
     items = list(dataset.items)
     sizes = [_size(item, section, base, config.training.batch_size) for item in items]
     source = Source(
         items=items, sizes=sizes, latents={}, texts=None, config=config,
         latent_store=Store(folder and folder / "latents"), text_store=Store(folder and folder / "texts"),
-        schedule=_schedules(base),
+        schedule=schedules(base),
     )  # fmt: skip
     _fill_pictures(source, base, load, wishes)
     if config.prior.prior_pictures and not config.prior.regularisation_path:
         _add_drawn(source, base, load, wishes)
     prompts = {caption for item in source.items for caption in item.captions} | {"", " ", *more_prompts}
     if not wishes.trains_text and not section.caption_shuffle:
-        _fill_prompts(source, base, load, wishes, sorted(prompts))
-    if folder and wishes.rank == 0:
+        fill_prompts(source, base, load, wishes, sorted(prompts))
+    if shared and wishes.rank == 0:
         prune(cache, section.data_cache_gib * 2**30)
     free_memory()
     return source
@@ -131,13 +157,12 @@ def _size(item: Item, section, base: Base, batch_size: int) -> tuple[int, int]:
     )  # fmt: skip
 
 
-def _schedules(base: Base) -> Callable[[tuple[int, int]], torch.Tensor]:
-    known: dict[tuple[int, int], torch.Tensor] = {}
+def schedules(base: Base) -> Callable[..., torch.Tensor]:
+    """`schedule(size, steps)`: the model's own noise levels, remembered."""
 
-    def schedule(size: tuple[int, int]) -> torch.Tensor:
-        if size not in known:
-            known[size] = base.family.sigmas(base.spec.scheduler, 1000, width=size[1], height=size[0])
-        return known[size]
+    @functools.cache
+    def schedule(size: tuple[int, int], steps: int = 1000) -> torch.Tensor:
+        return base.family.sigmas(base.spec.scheduler, steps, width=size[1], height=size[0])
 
     return schedule
 
@@ -235,9 +260,11 @@ def _draw_missing(
         wishes.progress(done + 1, len(missing))
 
 
-def _fill_prompts(source: Source, base: Base, load: Parts, wishes: Wishes, prompts: list[str]) -> None:
+def fill_prompts(source: Source, base: Base, load: Parts, wishes: Wishes, prompts: list[str]) -> None:
+    """Sees to it that every prompt has its encoding; a text encoder is needed only for those that have none."""
     digest = part_digest(base, "text_encoder")
-    source.texts = {prompt: key_of(prompt, base.spec.family, digest, str(wishes.dtype)) for prompt in prompts}
+    named = {prompt: key_of(prompt, base.spec.family, digest, str(wishes.dtype)) for prompt in prompts}
+    source.texts = {**(source.texts or {}), **named}
     missing = {key: prompt for prompt, key in source.texts.items() if not source.text_store.has(key)}
     mine = _mine(missing, wishes, source.text_store)
     if mine:

@@ -1,0 +1,227 @@
+"""A run put together: base, data, encodings, adapter, optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from backend.catalog.spec import PartSpec
+from backend.engine.lora import Adapters
+from backend.schema.messages import Trouble
+from backend.schema.vram import VramConfig
+from backend.training import stored
+from backend.training.adapters import Adapter, add_adapter, load_adapter
+from backend.training.attention import plain_on_cpu
+from backend.training.base import DTYPES, Base, find_base, load_parts, tokenizer_folder
+from backend.training.batches import Batch
+from backend.training.captions import lines_of
+from backend.training.dataset import Dataset, read_dataset, read_folder
+from backend.training.frozen import keeping
+from backend.training.learner import Learner, named_trainable
+from backend.training.material import Source, Wishes, fill_prompts, free_memory, prepare_source, split_off
+from backend.training.optimizers import Mean, make_optimizers
+from backend.training.reporter import Reporter
+from backend.training.run import Run, gather, lora_part, trained_parts
+
+
+@dataclass
+class Loader:
+    """Loads parts when they are first asked for, each once."""
+
+    base: Base
+    trained: tuple[str, ...]
+    kept: Mapping[str, VramConfig]
+    dtype: torch.dtype
+    device: torch.device
+    through_ram: bool
+    tokenizer: object
+    parts: dict[str, torch.nn.Module] = field(default_factory=dict)
+
+    def __call__(self, names: Iterable[str], *, to_train: bool = False) -> dict:
+        missing = [name for name in names if name not in self.parts]
+        self.parts |= load_parts(
+            self.base, missing, trained=self.trained if to_train else (), dtype=self.dtype, device=self.device,
+            kept=self.kept, through_ram=self.through_ram,
+        )  # fmt: skip
+        return {**{name: self.parts[name] for name in names}, "tokenizer": self.tokenizer}
+
+    def drop_all_but(self, names: Iterable[str]) -> None:
+        for name in set(self.parts) - set(names):
+            del self.parts[name]
+        free_memory()
+
+
+def set_up(config, folder: Path, output: Path, accelerator, reporter: Reporter, *, index: Path) -> Run:
+    """Reads, loads, encodes and wraps; the run is then ready for its first step."""
+    reporter.phase("loading")
+    load = make_loader(config, accelerator.device)
+    source = make_source(config, load, accelerator, reporter, index=index)
+    reporter.phase("loading", 1, 2)
+    learner, adapter = make_learner(config, load, source)
+    weights = named_trainable(learner)
+    optimizers = make_optimizers(weights, config.training)
+    if accelerator.num_processes > 1:
+        learner._ddp_params_and_buffers_to_ignore = _without_gradient(learner, source, config, accelerator)
+    placing = [False, *[True] * len(optimizers)]  # the parts are where they belong
+    model, *optimizers = accelerator.prepare(learner, *optimizers, device_placement=placing)
+    return Run(
+        config=config, folder=folder, output=output, accelerator=accelerator, reporter=reporter, base=load.base, source=source,
+        aside=split_off(source, config.samples.validation_split, seed=config.training.seed), learner=learner, model=model,
+        optimizers=optimizers, weights=weights, adapter=adapter,
+        mean=Mean(weights, config.training.ema_decay) if config.training.ema_decay else None,
+        vae=load(["vae"])["vae"] if config.samples.sample_prompts.strip() else None, trained=load.trained,
+        device=load.device, dtype=load.dtype,
+    )  # fmt: skip
+
+
+def make_loader(config, device: torch.device) -> Loader:
+    """Finds the base and decides how its parts are kept. Raises Trouble for parts that cannot train so."""
+    base, trained, part = find_base(config.model), trained_parts(config), lora_part(config)
+    dtype = _dtype(config, device)
+    _check_parts(base.spec.parts, (*trained, *([part] if part else [])), title=base.spec.title)
+    kept = keeping(
+        config.model, config.memory, base.entries, base.spec.parts, trained=trained, device=device, dtype=dtype
+    )
+    if config.lora.lora_algorithm == "dora" and part in kept:
+        raise Trouble(
+            "bad_value", f"DoRA needs the weights of {part} in full, not in FP8 or offloaded.", hint="Use lora."
+        )
+    return Loader(
+        base=base, trained=trained, kept=kept, dtype=dtype, device=device,
+        through_ram=config.model.initialize_model_on_cpu, tokenizer=base.family.load_tokenizer(_tokenizer(config, base)),
+    )  # fmt: skip
+
+
+def make_source(
+    config, load: Loader, accelerator, reporter: Reporter, *, index: Path, into: Path | None = None
+) -> Source:
+    """What is trained on, encoded. `into`: encodings go to that folder, for a later run."""
+    reporter.phase("caching")
+    samples = lines_of(config.samples.sample_prompts)
+    trains_text = "text_encoder" in load.trained or lora_part(config) == "text_encoder"
+    wishes = _wishes(accelerator, reporter, trains_text=trains_text, dtype=load.dtype)
+    if config.training.task.endswith(":train"):
+        source = stored.read(Path(config.dataset.dataset_base_path), load.base, config)
+        unknown = [prompt for prompt in (*samples, " ") if source.texts is not None and prompt not in source.texts]
+        if samples and unknown:
+            fill_prompts(source, load.base, load, wishes, unknown)
+        return source
+    data = read_data(config, index=index)
+    for note in data.notes:
+        reporter.note(note)
+    return prepare_source(data, load.base, config, load, wishes, more_prompts=samples, folder=into)
+
+
+def read_data(config, *, index: Path) -> Dataset:
+    data = read_dataset(config.dataset, trigger=config.dataset.trigger_word, index=index)
+    if config.prior.regularisation_path:
+        prior = read_folder(Path(config.prior.regularisation_path), prior=True)
+        data = Dataset(items=(*data.items, *prior.items), notes=(*data.notes, *prior.notes), broken=data.broken)
+    return data
+
+
+def make_learner(config, load: Loader, source: Source) -> tuple[Learner, Adapter | None]:
+    """The module that trains, with its adapter; encoders that are no longer needed are dropped first."""
+    needed = ["dit"] if source.texts is not None else ["dit", "text_encoder"]
+    load.drop_all_but(set(needed) - set(load.trained))
+    parts = {name: module for name, module in load(needed, to_train=True).items() if name in needed}
+    plain_on_cpu(parts["dit"], tokens=max(height * width for height, width in source.sizes) // 256)
+    if config.lora.preset_lora_path:
+        _merge_preset(parts, config.lora, load)
+    learner = Learner(load.base.family, parts, tokenizer=load.tokenizer, dtype=load.dtype)
+    adapter = _make_trainable(learner, config, load.base, load.trained, lora_part(config))
+    memory = config.memory
+    if memory.use_gradient_checkpointing or memory.use_gradient_checkpointing_offload:
+        from backend.training.offload import turn_on
+
+        for module in parts.values():
+            turn_on(module, offload=memory.use_gradient_checkpointing_offload)
+    torch.manual_seed(config.training.seed)
+    return learner, adapter
+
+
+def _merge_preset(parts: dict[str, torch.nn.Module], lora, load: Loader) -> None:
+    """Merges a LoRA into the base, so that a new one learns the difference to both; beside weights that are not kept in full."""
+    part = lora.preset_lora_model or "dit"
+    if part not in parts:
+        raise Trouble("bad_value", f"The preset LoRA cannot go into {part!r} (--preset_lora_model).", hint="Use dit.")
+    adapters = Adapters({part: parts[part]}, family=load.base.family, specs={part: load.base.spec.parts[part]})
+    adapters.add(lora.preset_lora_path, strength=1.0, hot=part in load.kept)
+
+
+def _dtype(config, device: torch.device) -> torch.dtype:
+    if config.training.mixed_precision == "fp16" and device.type == "cpu":
+        raise Trouble("bad_value", "Mixed precision fp16 does not train on a CPU.", hint="Use bf16 or no.")
+    return DTYPES[config.training.mixed_precision]
+
+
+def _tokenizer(config, base: Base) -> Path:
+    folder = tokenizer_folder(config.model, base)
+    if folder is None or not folder.is_dir():
+        raise Trouble(
+            "missing_file",
+            f"The tokenizer of {base.spec.title} was not found ({folder}).",
+            hint="Set --tokenizer_path.",
+        )
+    return folder
+
+
+def _check_parts(parts: Mapping[str, PartSpec], names: tuple[str, ...], *, title: str) -> None:
+    for name in names:
+        if name not in ("dit", "text_encoder"):
+            raise Trouble("bad_value", f"The part {name!r} cannot be trained here.", hint="Use dit or text_encoder.")
+        if name not in parts:
+            raise Trouble("missing_part", f"{title} has no {name} among the files given.")
+
+
+def _wishes(accelerator, reporter: Reporter, *, trains_text: bool, dtype: torch.dtype) -> Wishes:
+    return Wishes(
+        trains_text=trains_text, dtype=dtype, rank=accelerator.process_index, processes=accelerator.num_processes,
+        wait=accelerator.wait_for_everyone, gather=lambda value: gather(accelerator, value),
+        progress=lambda done, total: reporter.event("phase", name="caching", done=done, total=total),
+    )  # fmt: skip
+
+
+def _make_trainable(learner: Learner, config, base: Base, trained: tuple[str, ...], part: str | None) -> Adapter | None:
+    learner.requires_grad_(False)
+    adapter = None
+    if part:
+        if part in trained:
+            raise Trouble("bad_value", f"The part {part} cannot both train whole and get a LoRA.", hint="Choose one.")
+        torch.manual_seed(config.training.seed)
+        adapter = add_adapter(learner.parts[part], config.lora, base.family, part=part)
+        if config.lora.lora_checkpoint:
+            _begin_from(learner, adapter, Path(config.lora.lora_checkpoint))
+    for name in trained:
+        learner.parts[name].requires_grad_(True)
+    for name, module in learner.parts.items():
+        module.train(name in trained or name == part)
+    return adapter
+
+
+def _without_gradient(learner: Learner, source: Source, config, accelerator) -> list[str]:
+    """Frozen weights, and those that train but take no part in the loss (the last block's text half), by one backward pass.
+
+    Processes that wait for each other's gradients must know the latter, and looking for them at every step costs more; the
+    former are the same everywhere and need not be sent.
+    """
+    state = torch.get_rng_state()
+    with accelerator.autocast():
+        material = source.material(Batch(items=(0,), places=(0,)), scale=1.0)
+        learner(material.to(accelerator.device), config.loss)[0].backward()
+    names = [name for name, weight in learner.named_parameters() if not weight.requires_grad or weight.grad is None]
+    names += [name for name, _ in learner.named_buffers()]
+    learner.zero_grad(set_to_none=True)
+    torch.set_rng_state(state)
+    return names
+
+
+def _begin_from(learner: Learner, adapter: Adapter, path: Path) -> None:
+    from safetensors.torch import load_file
+
+    if not path.is_file():
+        raise Trouble("missing_file", f"There is no LoRA file {path} (--lora_checkpoint).")
+    load_adapter(adapter, named_trainable(learner), load_file(path))

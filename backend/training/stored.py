@@ -1,0 +1,61 @@
+"""A dataset as encodings: what `sft:data_process` leaves and `sft:train` begins from, without the encoders or the pictures.
+
+A folder with `latents/`, `texts/` and `encodings.json`, which says what belongs together.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from backend.schema.messages import Trouble
+from backend.training.base import Base
+from backend.training.cache import Store
+from backend.training.dataset import Item
+from backend.training.files import write_text
+from backend.training.material import Source, schedules
+
+TABLE = "encodings.json"
+
+
+def write(folder: Path, source: Source, base: Base) -> None:
+    items = []
+    for number, item in enumerate(source.items):
+        keys = {str(flip): key for (owner, flip), key in source.latents.items() if owner == number}
+        items.append(
+            {"latents": keys, "captions": item.captions, "size": source.sizes[number], "digest": item.digest,
+             "weight": item.weight, "prior": item.prior, "seed": item.seed}
+        )  # fmt: skip
+    table = {"format": 1, "family": base.spec.family, "items": items, "texts": source.texts}
+    write_text(folder / TABLE, json.dumps(table, ensure_ascii=False))
+
+
+def read(folder: Path, base: Base, config) -> Source:
+    """The source in `folder`. Raises Trouble where there is none, or one of another family."""
+    try:
+        table = json.loads((folder / TABLE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise Trouble(
+            "missing_file", f"The folder {folder} holds no encodings ({TABLE}).",
+            hint="Make them first: the same command with --task sft:data_process and this folder as --output_path.",
+        ) from None  # fmt: skip
+    except ValueError as error:
+        raise Trouble("damaged", f"{folder / TABLE} cannot be read: {error}.") from None
+    if table["family"] != base.spec.family:
+        raise Trouble(
+            "bad_value", f"The encodings in {folder} are of {table['family']}, the model is {base.spec.family}."
+        )
+    items, sizes, latents = [], [], {}
+    for number, row in enumerate(table["items"]):
+        sizes.append((row["size"][0], row["size"][1]))
+        items.append(
+            Item(path=folder, captions=tuple(row["captions"]), width=row["size"][1], height=row["size"][0],
+                 digest=row["digest"], weight=row["weight"], prior=row["prior"], seed=row["seed"])
+        )  # fmt: skip
+        latents |= {(number, flip == "True"): key for flip, key in row["latents"].items()}
+    if config.dataset.flip and not any(flip for _, flip in latents):
+        raise Trouble("bad_value", "Flip is on, but the encodings were made without it.", hint="Make them with --flip.")
+    return Source(
+        items=items, sizes=sizes, latents=latents, texts=table["texts"], latent_store=Store(folder / "latents"),
+        text_store=Store(folder / "texts"), config=config, schedule=schedules(base),
+    )  # fmt: skip
