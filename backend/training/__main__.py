@@ -63,6 +63,7 @@ def _with_output(config: TrainingConfig, **changes) -> TrainingConfig:
 def run_in(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[str]) -> int:
     from backend.training.reporter import Reporter
 
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait halve the speed of a busy machine
     rank = int(os.environ.get("RANK", "0"))
     reporter = Reporter(folder, silent=rank != 0, table=config.output.enable_csv_log)
     try:

@@ -7,6 +7,7 @@ Everything is drawn here, four times too large, and made smaller: no pictures of
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -318,12 +319,19 @@ def style(number: int) -> tuple[Image.Image, str]:
     return neon(tubes()), f"{caption}, neon style"
 
 
+HINTS = {
+    "character": {"name": "zubi", "trigger_word": "zubi", "sample_prompts": "zubi on a red background\nzubi, waving\na red apple"},
+    "style": {"name": "neon", "trigger_word": "neon style", "sample_prompts": "a cat, neon style\na guitar, neon style\na red apple"},
+}  # fmt: skip
+
+
 def write(folder: Path, pictures: Iterable[tuple[Image.Image, str]]) -> None:
-    """Pictures `01.png` … with their captions `01.txt` …"""
+    """Pictures `01.png` … with their captions `01.txt` …, and what the training form begins with in `loft.json`."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, (picture, caption) in enumerate(pictures, start=1):
         picture.save(folder / f"{number:02d}.png", optimize=True)
         (folder / f"{number:02d}.txt").write_text(caption + "\n", encoding="utf-8")
+    (folder / "loft.json").write_text(json.dumps(HINTS[folder.name], indent=2) + "\n", encoding="utf-8")
 
 
 def main() -> None:
