@@ -77,14 +77,14 @@ def text_options(terms: Terms, modes=("parked", "streamed")) -> list[Option]:
     if not terms.encoders:
         return [Option(Layout(), ())]
     found = []
+    each = {part.name: estimate.text(part, terms.point, terms.work, terms.fixed) for part in terms.encoders}
+    flops = sum(estimate.operations(part, terms.point) for part in terms.encoders)
     for layout, rungs, lossy in part_layouts(terms, modes=modes):
-        parts = {part.name: _filled(part, layout, estimate.text(part, terms.point, terms.work, terms.fixed), terms) for part in terms.encoders}
-        weights, staging, working, moved = {}, 0, estimate.Working(), 0.0
-        flops = sum(estimate.operations(part, terms.point) for part in terms.encoders)
+        parts = {part.name: _filled(part, layout, each[part.name], terms) for part in terms.encoders}
+        weights, staging, working, moved = {}, 0, max(each.values(), key=lambda one: one.likely), 0.0
         for part in terms.encoders:
             held, buffers = estimate.on_card(part, parts[part.name], True, terms.work.computing)
             weights[part.name], staging = held, max(staging, buffers)
-            working = max(working, estimate.text(part, terms.point, terms.work, terms.fixed), key=lambda one: one.likely)
             moved += _entering(part, parts[part.name], terms) + _passing(part, parts[part.name], terms)
         passes = 2 if terms.work.guidance else 1
         low, high = estimate.compute_seconds(flops * passes, terms.speed)
@@ -165,10 +165,11 @@ def _filled(part: PartSizes, layout: PartLayout, working, terms: Terms, extra: i
 
 
 def _entering(part: PartSizes, layout: PartLayout, terms: Terms) -> float:
-    """Seconds to bring in what stays on the card for the phase."""
+    """Seconds to bring in what stays on the card for the phase. FP8 gains nothing here: casting eats what is moved less."""
     if layout.mode == "resident":
         return 0.0
-    nbytes = estimate.on_card(part, layout, True, terms.work.computing)[0]
+    whole = replace(layout, storage=terms.work.computing)
+    nbytes = estimate.on_card(part, whole, True, terms.work.computing)[0]
     return estimate.move_seconds(nbytes, layout.home, terms.speed)
 
 

@@ -75,7 +75,7 @@ def _computing(card: Card) -> str:
 
 
 def _terms(sizes, work: Work, card: Card, preferences: Preferences, speed: Speed, fixed: Fixed) -> Terms:
-    allowed = preferences.allow_fp8 and FP8 in card.dtypes and "full" != work.targets
+    allowed = preferences.allow_fp8 and FP8 in card.dtypes and work.targets != "full"
     storages = (work.computing, FP8) if allowed else (work.computing,)
     homes = (DISK,) if card.device == "cpu" else ("ram", DISK)
     return Terms(sizes, work, point_of(sizes, work), speed, fixed, budget_of(card), homes, storages)
@@ -120,7 +120,10 @@ def _choose(groups, terms: Terms, card: Card) -> tuple[tuple[Option, ...], bool,
             if sum(option.off_card_bytes for option in chosen) > max(ram, 0):
                 continue
             high = max(option.high for option in chosen)
-            key = (sum(option.seconds for option in chosen), sum(option.lossy for option in chosen), high)
+            key = (
+                sum(option.seconds for option in chosen), sum(option.lossy for option in chosen),
+                sum(len(option.rungs) for option in chosen), high,
+            )  # fmt: skip
             if high <= terms.budget_bytes and (fastest is None or key < fastest[0]):
                 fastest = key, chosen
             if least is None or (high, *key) < least[0]:
@@ -134,7 +137,7 @@ def _choose(groups, terms: Terms, card: Card) -> tuple[tuple[Option, ...], bool,
 
 def _worth_having(found: list[Option]) -> list[Option]:
     """Without options that another one beats in everything."""
-    keys = [(one.high, one.seconds, one.lossy, one.off_card_bytes) for one in found]
+    keys = [(one.high, one.seconds, one.lossy, len(one.rungs), one.off_card_bytes) for one in found]
     return [
         one for index, one in enumerate(found)
         if not any(
@@ -159,7 +162,7 @@ def _emit(chosen: tuple[Option, ...], terms: Terms, card: Card, fits: bool, verd
         fits=fits,
         verdict=verdict,
         phases=phases,
-        configs={name: config_of(part, card.device, _dtype_of(name, terms)) for name, part in layout.parts.items()},
+        configs=_configs(layout, terms, card),
         vram_limit_gib=_limit(layout, terms),
         resident_blocks=resident,
         streamed_blocks=streamed,
@@ -180,6 +183,14 @@ def merged(chosen: tuple[Option, ...]) -> Layout:
     parts = {name: part for option in chosen for name, part in option.layout.parts.items()}
     trained = next((one.layout for one in chosen if one.layout.state_bytes != 8.0 or one.layout.checkpointed), Layout())
     return replace(trained, parts=parts, tiled=any(option.layout.tiled for option in chosen))
+
+
+def _configs(layout: Layout, terms: Terms, card: Card) -> dict[str, VramConfig]:
+    """A trainer loads and drops parts by itself; it is told only of those that it must store or move otherwise."""
+    return {
+        name: config_of(part, card.device, _dtype_of(name, terms)) for name, part in layout.parts.items()
+        if not terms.work.targets or part.mode == "streamed" or part.storage == FP8
+    }  # fmt: skip
 
 
 def _dtype_of(name: str, terms: Terms) -> str:

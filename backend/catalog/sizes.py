@@ -111,12 +111,21 @@ def published() -> dict:
     return json.loads((MEMORY / "published.json").read_text(encoding="utf-8"))
 
 
-@lru_cache(maxsize=8)
 def tables(folder: Path | None = None) -> dict[str, dict]:
     """Fingerprint -> sizes and closed forms: those that ship, then those that were traced here (in `folder`)."""
+    traced = folder is not None and folder.is_dir()
+    return _tables(folder if traced else None, folder.stat().st_mtime_ns if traced else 0)
+
+
+@lru_cache(maxsize=8)
+def _tables(folder: Path | None, changed: int) -> dict[str, dict]:
     found: dict[str, dict] = {}
-    for path in sorted(MEMORY.glob("*.json")) + (sorted(folder.glob("*.json")) if folder and folder.is_dir() else []):
-        for table in json.loads(path.read_text(encoding="utf-8")).get("tables", ()):
+    for path in sorted(MEMORY.glob("*.json")) + (sorted(folder.glob("*.json")) if folder else []):
+        try:
+            listed = json.loads(path.read_text(encoding="utf-8")).get("tables", ())
+        except ValueError:
+            continue  # half-written elsewhere: the folder changes again when it is whole
+        for table in listed:
             found[table["key"]] = table
     return found
 
@@ -130,7 +139,8 @@ def sizes_of(model: ModelSpec | str, *, folder: Path | None = None) -> ModelSize
         return _of_name(model, folder)
     kept = _KEPT.get(id(model))
     if kept is None or kept[0]() is not model or kept[1] != folder or kept[2].estimating:
-        kept = _KEPT[id(model)] = (weakref.ref(model, lambda _, key=id(model): _KEPT.pop(key, None)), folder, _of_spec(model, folder))
+        key = id(model)
+        kept = _KEPT[key] = (weakref.ref(model, lambda _: _KEPT.pop(key, None)), folder, _of_spec(model, folder))
     return kept[2]
 
 

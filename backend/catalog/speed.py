@@ -114,7 +114,7 @@ def write_json(file: Path, values) -> None:
         json.dump(values, out, indent=1)
         out.flush()
         os.fsync(out.fileno())
-    os.replace(temporary, file)
+    temporary.replace(file)
 
 
 def _key(card: Card) -> str:

@@ -18,13 +18,21 @@ def groups(terms: Terms, own: Layout) -> list[list[list[Option]]]:
     """What can be combined: encoding (encoders take turns and leave), and the steps with the samples between them."""
     if not terms.work.caches:
         return [[step_options(terms, own, beside=terms.encoders)]]
-    encoding = [*options.text_options(terms)] if terms.encoders else []
-    found = [_renamed(option, "text", "cache text") for option in encoding] or [Option(Layout(), ())]
+    found = [_leaving(option) for option in _encoding(terms)] or [Option(Layout(), ())]
     return [[found, [_encode_pictures(terms)], step_options(terms, own)]]
 
 
-def _renamed(option: Option, old: str, new: str) -> Option:
-    return replace(option, phases=tuple(replace(one, name=new if one.name == old else one.name) for one in option.phases))
+def _encoding(terms: Terms) -> list[Option]:
+    """Encoders come from disk, do their work and leave."""
+    can = terms.work.can
+    storages = terms.storages if "fp8_models" in can else terms.storages[:1]
+    modes = ("parked", "streamed") if "enable_model_cpu_offload" in can else ("parked",)
+    return options.text_options(replace(terms, homes=terms.homes[-1:], storages=storages), modes) if terms.encoders else []
+
+
+def _leaving(option: Option) -> Option:
+    phases = tuple(replace(one, name="cache text") for one in option.phases)
+    return replace(option, phases=phases, rungs=tuple(rung for rung in option.rungs if rung != "park"), off_card_bytes=0)
 
 
 def _encode_pictures(terms: Terms) -> Option:

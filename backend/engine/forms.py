@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 
 import numpy
 
@@ -49,6 +48,13 @@ def evaluate(form: dict, point: dict) -> float:
     """Bytes at `point`."""
     values = features(form["features"], point)
     return max(sum(map(float.__mul__, map(float, piece), map(float, values))) for piece in form["pieces"])
+
+
+def with_rank(form: dict, nbytes: float, traced: int) -> dict:
+    """`form`, traced with adapters of one rank, for any: `nbytes` for each token and rank lie between their two matrices."""
+    at = form["features"].index("n")
+    pieces = [[*(value - nbytes * traced if i == at else value for i, value in enumerate(piece)), nbytes] for piece in form["pieces"]]
+    return {**form, "features": [*form["features"], "nr"], "pieces": [[_tidy(value) for value in piece] for piece in pieces]}
 
 
 def fit_peaks(names: list[str], points: list[dict], tapes: list[Tape]) -> dict:
@@ -109,5 +115,3 @@ def _tidy(value: float) -> float | int:
     short = float(f"{value:.7g}")
     return int(short) if short.is_integer() else short
 
-
-Tracer = Callable[[dict], Tape]

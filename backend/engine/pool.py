@@ -110,7 +110,7 @@ class Pool:
         self.highest = max(self.highest, self.reserved)
 
     def _flush(self) -> None:
-        for small, ready in self.free.items():
+        for ready in self.free.values():
             for entry in [one for one in ready if one[3].before is None and one[3].next is None]:
                 if not self.expandable:
                     ready.remove(entry)

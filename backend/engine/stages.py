@@ -151,7 +151,7 @@ def encode_text(module: torch.nn.Module, point: dict, dtype: torch.dtype) -> tor
     ids = torch.zeros(point.get("b", 1), point["t"], dtype=torch.long)
     kind = type(module).__name__
     if kind.startswith(("T5", "UMT5")):
-        return module(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
+        return module(input_ids=ids, attention_mask=None).last_hidden_state
     if kind == "CLIPTextModel":
         return module(input_ids=torch.zeros(point.get("b", 1), 77, dtype=torch.long)).last_hidden_state
     if kind == "CLIPVisionModel":
@@ -159,7 +159,21 @@ def encode_text(module: torch.nn.Module, point: dict, dtype: torch.dtype) -> tor
         return module(torch.empty(point.get("b", 1), 3, size, size, dtype=dtype), output_hidden_states=True).hidden_states[-2]
     if kind == "Qwen2_5_VLModel":
         module = module.language_model
-    return module(input_ids=ids, attention_mask=None, use_cache=False).last_hidden_state
+    with _one_prompt_a_row():
+        return module(input_ids=ids, attention_mask=None, use_cache=False).last_hidden_state
+
+
+@contextlib.contextmanager
+def _one_prompt_a_row() -> Iterator[None]:
+    """transformers looks at the numbers of positions to see whether rows are packed; fake tensors have none, and none are packed."""
+    from transformers import masking_utils
+
+    kept = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = kept
 
 
 def decode(module: torch.nn.Module, point: dict, dtype: torch.dtype, *, tiled: bool = False) -> torch.Tensor:
@@ -197,14 +211,16 @@ def _pixels_per_cell(module) -> int:
 
 
 def add_lora(module: torch.nn.Module, targets: list[str], rank: int, dtype: torch.dtype) -> None:
-    """Adapters of `rank` on the modules whose names end in `targets`, in the dtype that they compute in."""
+    """Adapters of `rank` on the linear layers whose names end in `targets`, with weights of `dtype`."""
     import peft
 
     # peft moves what it wraps to its device, which fake parameters do not allow and do not need
     kept, torch.nn.Module.to = torch.nn.Module.to, lambda self, *args, **kwargs: self
     try:
         with _default(dtype):
-            settings = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, init_lora_weights=False)
+            linear = [name for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)]
+            wanted = [name for name in linear if any(name == end or name.endswith(f".{end}") for end in targets)]
+            settings = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=wanted, init_lora_weights=False)
             peft.inject_adapter_in_model(settings, module)
     finally:
         torch.nn.Module.to = kept

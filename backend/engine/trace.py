@@ -2,8 +2,7 @@
 
 A network is built at two shallow depths on fake tensors: bytes are exactly affine in depth, in pictures that go through together, and
 piecewise affine in tokens, so four small networks answer for every depth, size and batch. Sizes and configurations of published
-models are facts in `assets/memory/published.json`. `--serve` reads {"network", "config"} lines and answers with tables, for
-models that no shipped file covers.
+models are facts in `assets/memory/published.json`. `--serve FOLDER` answers questions about networks that no shipped file covers.
 """
 
 from __future__ import annotations
@@ -13,20 +12,22 @@ import contextlib
 import json
 import os
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from backend.catalog.sizes import fingerprint
 from backend.engine import forms, stages
-from backend.engine.tape import fakes
+from backend.engine.tape import Tape, fakes
 from backend.schema.places import ASSETS
 
 MEMORY = ASSETS / "memory"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 TOKENS = {"n": (64, 65536), "t": (8, 2048)}
 CELLS = {"h": (8, 512), "w": (8, 512)}
-RANKS = (4, 512)
+RANK = 16  # of the adapters that are traced; their inner activations grow with it
 
 
 def published() -> dict:
@@ -89,15 +90,18 @@ def _sizes(network: str, config: dict, known: dict) -> dict:
     }
 
 
-def _points(names: str, count: int, *, multiple: int = 1, rank: bool = False) -> list[dict]:
+def _points(names: str, count: int) -> list[dict]:
     """Points in general position: no two features are proportional over them."""
-    grid = ((16, 24), (32, 32), (48, 40), (64, 96), (96, 64), (24, 80), (80, 80), (40, 112), (112, 48), (56, 56))
-    texts = (96, 32, 64, 224, 160, 288, 128, 32, 192, 256)
-    ranks = (8, 64, 16, 32, 128, 4, 24, 96, 48, 12)
-    found = []
-    for (h, w), t, r in list(zip(grid, texts, ranks, strict=True))[:count]:
-        found.append({"h": h, "w": w, "n": h * w // 4, "t": t if "t" in names else 64} | ({"r": r} if rank else {}))
-    return found
+    grid = ((16, 24), (64, 96), (32, 32), (80, 80), (48, 40), (96, 64), (24, 80), (40, 112))
+    texts = (96, 32, 224, 160, 64, 288, 128, 32)
+    return [
+        {"h": h, "w": w, "n": h * w // 4, "t": t if "t" in names else 64}
+        for (h, w), t in list(zip(grid, texts, strict=True))[:count]
+    ]  # fmt: skip
+
+
+def _tapes(call, module, points: list[dict], dtype: torch.dtype, *, warm: bool = True) -> list[Tape]:
+    return [stages.trace(module, lambda _, at=point: call(module, at, dtype), warm=warm) for point in points]
 
 
 def _depths(known: dict) -> list[tuple[int, ...]]:
@@ -109,19 +113,18 @@ def _depths(known: dict) -> list[tuple[int, ...]]:
 def _denoiser(network: str, config: dict, known: dict, dtype: torch.dtype, name: str, *, trained: bool) -> dict:
     texts = "" if network.endswith("WanTransformer3DModel") else "t"
     span = {key: TOKENS[key] for key in ("n", *texts)}
-    names = ["1", "n", *texts]
+    names, quadratic = ["1", "n", *texts], ["nn", "nt", "tt"] if texts else ["nn"]
     found = {}
     for depths in _depths(known):
         with fakes():
             module = stages.build(network, _shallow(config, known, depths), dtype)
             for batch in (1, 2) if depths == _depths(known)[0] else (1,):
-                points = [{**point, "b": batch} for point in _points(texts, 8)]
-                tapes = [stages.trace(module, lambda tape, at=point: stages.velocity(module, at, dtype)) for point in points]
+                points = [{**point, "b": batch} for point in _points(texts, len(names + quadratic) + 1 if batch == 1 else 4)]
+                tapes = _tapes(stages.velocity, module, points, dtype)
                 if depths == _depths(known)[0]:
                     form = forms.fit(names, points, tapes, span)
-                    found[f"denoise/{name}/b{batch}"] = form | {"pool": forms.pools(tapes[3:5])}
+                    found[f"denoise/{name}/b{batch}"] = form | {"pool": forms.pools(tapes[1:2])}
                 if batch == 1:
-                    quadratic = ["nn", "nt", "tt"] if texts else ["nn"]
                     counts = [tape.linear_flops + tape.attention_flops for tape in tapes]
                     found[f"operations/{_word(depths)}"] = forms.fit_operations([*names, *quadratic], points, counts)
     for targets in (*known["lora"], "full") if trained else ():
@@ -132,19 +135,22 @@ def _denoiser(network: str, config: dict, known: dict, dtype: torch.dtype, name:
 
 def _trained(network, config, known, dtype, name, targets, checkpointed, texts) -> dict:
     """A training step with adapters on `targets`, or with all weights training (`targets` = "full")."""
-    ranks = ["r", "nr", *(["tr"] if texts else [])] if targets != "full" else []
-    names = ["1", "n", *texts, *ranks]
-    span = {key: TOKENS[key] for key in ("n", *texts)} | ({"r": RANKS} if ranks else {})
+    names = ["1", "n", *texts]
+    span = {key: TOKENS[key] for key in ("n", *texts)}
+    wanted = known["lora"].get(targets, ())
     found = {}
     for depths in _depths(known):
-        for batch in (1, 2) if depths == _depths(known)[0] or not ranks else (1,):
-            points = [{**point, "b": batch} for point in _points(texts, len(names) + 1, rank=True)]
-            wanted = known["lora"].get(targets, ())
+        # with checkpoints alone kept, a deeper block adds the same for every picture
+        for batch in (1, 2) if depths == _depths(known)[0] or not checkpointed else (1,):
+            points = [{**point, "b": batch, "r": RANK} for point in _points(texts, len(names))]
             shallow = _shallow(config, known, depths)
             tapes = [_step_tape(network, shallow, dtype, wanted, point, checkpointed) for point in points]
             form = forms.fit(names, points, tapes, span)
+            if wanted:
+                layers = len(wanted) * (1 if checkpointed else min(depths))
+                form = forms.with_rank(form, layers * batch * torch.finfo(dtype).bits // 8 / (2 if texts else 1), RANK)
             if depths == _depths(known)[0] and batch == 1:
-                form["pool"] = forms.pools(tapes[3:5])
+                form["pool"] = forms.pools(tapes[-2:-1])
             found[f"step/{targets}/{'checkpointed' if checkpointed else 'kept'}/{name}/b{batch}/{_word(depths)}"] = form
     return found
 
@@ -179,7 +185,7 @@ def _autoencoder(network: str, config: dict, dtype: torch.dtype, name: str) -> d
                 points = [dict(point, f=f) for f in ((1,) if frames == "1" else (3, 5)) for point in _points("", 6)]
                 wanted = names if frames == "1" else [*names, "f", "fh", "fw", "fhw"]
                 tapes, form = _video_form(module, call, points, wanted, dtype)
-                found[f"{stage}/{name}/{'picture' if frames == '1' else 'video'}"] = form | {"pool": forms.pools(tapes[3:5])}
+                found[f"{stage}/{name}/{'picture' if frames == '1' else 'video'}"] = form | {"pool": forms.pools(tapes[3:4])}
                 counts = [tape.linear_flops + tape.attention_flops for tape in tapes]
                 found[f"operations/{stage}/{'picture' if frames == '1' else 'video'}"] = forms.fit_operations(
                     ["1", "hw"] if frames == "1" else ["1", "hw", "fhw"], points, counts
@@ -190,7 +196,7 @@ def _autoencoder(network: str, config: dict, dtype: torch.dtype, name: str) -> d
 
 
 def _video_form(module, call, points, names, dtype):
-    tapes = [stages.trace(module, lambda tape, at=point: call(module, at, dtype)) for point in points]
+    tapes = _tapes(call, module, points, dtype)
     if len({len(tape.events) for tape in tapes}) == 1 and len(names) == 4:
         return tapes, forms.fit(names, points, tapes, CELLS)
     return tapes, forms.fit_peaks(names, points, tapes)
@@ -200,7 +206,7 @@ def _tiled(module, dtype: torch.dtype, name: str, video: bool) -> dict:
     found = {}
     for kind in ("picture", "video") if video else ("picture",):
         points = [{"h": side, "w": side, "f": f} for f in ((1,) if kind == "picture" else (3, 5)) for side in (72, 96)]
-        tapes = [stages.trace(module, lambda tape, at=point: stages.decode(module, at, dtype, tiled=True), warm=False) for point in points]
+        tapes = _tapes(partial(stages.decode, tiled=True), module, points, dtype, warm=False)
         names = ["1", "hw"] if kind == "picture" else ["1", "f", "fhw"]
         found[f"decode_tiled/{name}/{kind}"] = forms.fit_peaks(names, points, tapes) | {"pool": forms.pools(tapes[:1])}
     return found
@@ -214,7 +220,7 @@ def _encoder(network: str, config: dict, known: dict, dtype: torch.dtype, name: 
             fixed = network.partition(":")[2].startswith("CLIP")
             for batch in (1, 2):
                 points = [{"t": t, "b": batch} for t in (64, 96, 224, 512)]
-                tapes = [stages.trace(module, lambda tape, at=point: stages.encode_text(module, at, dtype)) for point in points]
+                tapes = _tapes(stages.encode_text, module, points, dtype)
                 names = ["1"] if fixed else ["1", "t", "tt"]
                 if depths == _depths(known)[0] or not known["blocks"]:
                     form = forms.fit(names, points, tapes, {"t": TOKENS["t"]})
@@ -265,29 +271,38 @@ def _write(path: Path, tables) -> Path:
         file.write(f'{{"torch": "{torch.__version__.partition("+")[0]}", "tables": [\n{lines}\n]}}\n')
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
+    temporary.replace(path)
     return path
 
 
-def serve() -> None:
-    """One {"network", "config", "dtypes"} line in, one table (or {"trouble"}) line out, until the input ends."""
+def serve(folder: Path, *, idle_seconds: float = 600.0) -> None:
+    """Answers each `NAME.ask` ({"network", "config"}) in `folder` by a `NAME.json` beside it, for as long as questions come.
+
+    A network that cannot be traced is answered by a file without tables that says why.
+    """
     facts = published()["networks"]
-    for line in sys.stdin:
-        try:
-            asked = json.loads(line)
-            answer = table(asked["network"], asked["config"], facts=facts, dtypes=tuple(asked.get("dtypes", ("bfloat16",))))
-        except Exception as error:  # the helper outlives a model that it cannot trace
-            answer = {"trouble": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer, separators=(",", ":")), flush=True)
+    last = time.monotonic()
+    while time.monotonic() - last < idle_seconds:
+        for question in sorted(folder.glob("*.ask")):
+            try:
+                asked = json.loads(question.read_text(encoding="utf-8"))
+                answer = [table(asked["network"], asked["config"], facts=facts)]
+                _write(question.with_suffix(".json"), answer)
+            except Exception as error:  # the helper outlives a model that it cannot trace
+                text = json.dumps({"tables": [], "trouble": f"{type(error).__name__}: {error}"})
+                question.with_suffix(".json").write_text(text, encoding="utf-8")
+            question.unlink(missing_ok=True)
+            last = time.monotonic()
+        time.sleep(0.2)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m backend.engine.trace", description=__doc__.partition("\n")[0])
-    parser.add_argument("family", nargs="*", help="families of assets/memory/published.json")
-    parser.add_argument("--serve", action="store_true", help="answer questions on standard input")
+    parser.add_argument("family", nargs="*", help="families of assets/memory/published.json, or starter")
+    parser.add_argument("--serve", type=Path, metavar="FOLDER", help="answer the questions in a folder")
     arguments = parser.parse_args()
     if arguments.serve:
-        serve()
+        serve(arguments.serve)
     for family in arguments.family:
         print(write_family(family))
 
