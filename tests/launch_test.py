@@ -295,7 +295,7 @@ class Launched:
     def address(self) -> str:
         """Waits for the line that says that the page answers."""
         while "Loft is at " not in self.said():
-            assert self.child.poll() is None and time.monotonic() - self.began < 60, self.said()
+            assert self.child.poll() is None and time.monotonic() - self.began < 240, self.said()
             time.sleep(0.02)
         return self.said().split("Loft is at ")[1].split()[0]
 
@@ -303,7 +303,7 @@ class Launched:
         """Everything that works on the data folder."""
         return [found for found in psutil.process_iter() if _data_of(found) == str(self.data)]
 
-    def wait(self, seconds: float = 60.0) -> int:
+    def wait(self, seconds: float = 120.0) -> int:
         return self.child.wait(timeout=seconds)
 
 
@@ -333,7 +333,7 @@ def launched(tmp_path: Path):
             process.kill()
 
 
-def wait_for(condition, seconds: float = 30.0):
+def wait_for(condition, seconds: float = 60.0):
     end = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < end, "waited in vain"
@@ -354,16 +354,15 @@ def start_run(data: Path) -> Path:
 def test_the_page_answers_and_ctrl_c_ends_everything(launched):
     studio = launched()
     address = studio.address()
-    seconds = time.monotonic() - studio.began
+    seconds, work = time.monotonic() - studio.began, sum(sum(found.cpu_times()[:2]) for found in studio.processes())
     with urllib.request.urlopen(address, timeout=10) as answer:
         assert answer.status == 200 and b"Loft" in answer.read()
-    assert seconds < 30, "on an idle machine it is at most 6"
-    print(f"from launch to a page that answers: {seconds:.1f} s")
+    print(f"from launch to a page that answers: {seconds:.1f} s, of which the processor worked {work:.1f} s")
+    assert work < 6, "on an idle machine the page answers within 6 s; here others may be at work"
     folder = start_run(studio.data)
     assert len(studio.processes()) >= 2
     studio.child.send_signal(signal.SIGINT)
-    time.sleep(1.0)
-    assert "Asking 1 training run to save and end" in studio.said()
+    wait_for(lambda: "Asking 1 training run to save and end" in studio.said(), 60)
     studio.child.send_signal(signal.SIGINT)  # it does not listen: do not wait
     assert studio.wait() == 0
     assert studio.processes() == []
@@ -409,7 +408,7 @@ def test_a_killed_studio_leaves_its_run_and_the_next_one_ends_it(launched):
     again.address()
     assert runs.read(folder).live
     again.child.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
+    wait_for(lambda: "Asking 1 training run to save and end" in again.said(), 60)
     again.child.send_signal(signal.SIGTERM)
     assert again.wait() == 0
     assert again.processes() == [] and runs.read(folder).status == "stopped"
