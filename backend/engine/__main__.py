@@ -46,6 +46,7 @@ def _start(wire: Wire, *, fake: bool):
             from backend.engine.fake import FakeWork
 
             return FakeWork(wire)
+        _prepare_process()
         from backend.engine.work import Work
 
         return Work(wire)
@@ -54,6 +55,13 @@ def _start(wire: Wire, *, fake: bool):
     except Exception as error:
         wire.say_trouble(_unexpected(error, "start"))
     return None
+
+
+def _prepare_process() -> None:
+    """What torch and OpenMP read when they are loaded: fragments are kept small (not on Windows), idle threads sleep."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if sys.platform == "linux":
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 def _answer(wire: Wire, worker, values: dict) -> None:

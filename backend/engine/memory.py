@@ -286,13 +286,6 @@ def set_threads(count: int | None = None) -> None:
     torch.set_num_threads(max(1, count))
 
 
-def prepare_process() -> None:
-    """Before torch opens a card: fragments are kept small (not on Windows), idle threads sleep instead of spinning."""
-    if sys.platform == "linux":
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
 def _module(kind: str):
     """torch.cuda, torch.xpu, ...; None for the CPU and where the build has no such module."""
     return None if kind == "cpu" else getattr(torch, kind, None)

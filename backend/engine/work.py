@@ -37,7 +37,6 @@ class Work:
     """The model on the card and what it was loaded for."""
 
     def __init__(self, wire: Wire):
-        memory.prepare_process()
         memory.set_threads()
         self.wire = wire
         self.preferences = read_preferences()

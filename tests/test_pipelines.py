@@ -1,0 +1,210 @@
+"""The Python API: the documented block as written, any selection of parts, patterns, four states, LoRAs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+
+from backend.schema.messages import Trouble
+from backend.schema.places import PROJECT
+
+pytestmark = pytest.mark.torch
+
+DOCUMENTED = """
+from backend.pipelines import QwenImagePipeline, ModelConfig
+import torch
+pipe = QwenImagePipeline.from_pretrained(
+    torch_dtype=torch.bfloat16, device="cpu",
+    model_configs=[
+        ModelConfig(model_id="loft/starter", origin_file_pattern="transformer/diffusion_pytorch_model*.safetensors"),
+        ModelConfig(model_id="loft/starter", origin_file_pattern="text_encoder/model*.safetensors"),
+        ModelConfig(model_id="loft/starter", origin_file_pattern="vae/diffusion_pytorch_model.safetensors"),
+    ],
+    tokenizer_config=ModelConfig(model_id="loft/starter", origin_file_pattern="tokenizer/"),
+)
+pipe.load_lora(pipe.dit, "models/train/my_lora/epoch-4.safetensors", alpha=1)
+image = pipe("a red apple", seed=0, num_inference_steps=20)
+image.save("image.jpg")
+pipe.clear_lora()
+"""
+
+
+def values(picture) -> numpy.ndarray:
+    return numpy.asarray(picture, dtype=float)
+
+
+def write_lora(pipe, path: Path, *, size: float = 0.1) -> Path:
+    """A LoRA on the attention of `pipe.dit`, in the names that the trainer writes."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator, tensors = torch.Generator().manual_seed(0), {}
+    for name, module in pipe.dit.named_modules():
+        if name.endswith((".to_q", ".to_v")):
+            tensors[f"{name}.lora_A.default.weight"] = torch.randn(4, module.in_features, generator=generator) * size
+            tensors[f"{name}.lora_B.default.weight"] = torch.randn(module.out_features, 4, generator=generator) * size
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path)
+    return path
+
+
+def load(folder: Path, **options):
+    from backend.pipelines import ModelConfig, QwenImagePipeline
+
+    states = options.pop("states", {})
+    files = {
+        "dit": "transformer/diffusion_pytorch_model*.safetensors",
+        "text_encoder": "text_encoder/model*.safetensors",
+        "vae": "vae/*.safetensors",
+    }
+    configs = [ModelConfig(path=sorted(folder.glob(pattern)), **states) for pattern in files.values()]
+    import torch
+
+    return QwenImagePipeline.from_pretrained(torch_dtype=torch.float32, device="cpu", model_configs=configs, **options)
+
+
+def test_the_documented_block_runs_as_written(data):
+    from backend.pipelines import ModelConfig, QwenImagePipeline
+
+    dit = ModelConfig(model_id="loft/starter", origin_file_pattern="transformer/*.safetensors")
+    pipe = QwenImagePipeline.from_pretrained(device="cpu", model_configs=[dit])
+    write_lora(pipe, data.root / "models" / "train" / "my_lora" / "epoch-4.safetensors")
+    env = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_WAIT_POLICY": "PASSIVE"}
+    done = subprocess.run(
+        [sys.executable, "-c", DOCUMENTED], cwd=data.root, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    from PIL import Image
+
+    with Image.open(data.root / "image.jpg") as picture:
+        assert picture.size == (128, 128) and values(picture).std() > 20
+
+
+def test_its_size_is_the_models_own_and_seeds_repeat(tiny_qwen):
+    pipe = load(tiny_qwen)
+    one, same, other = (pipe("a cat", seed=seed, num_inference_steps=2) for seed in (1, 1, 2))
+    assert one.size == (64, 64)  # of the folder's model_index.json
+    assert values(one).tolist() == values(same).tolist() != values(other).tolist()
+    assert pipe("a cat", num_inference_steps=1, width=32, height=48).size == (32, 48)  # and without a seed
+
+
+def test_a_transformer_alone_loads_and_says_what_it_lacks(tiny_qwen):
+    from backend.pipelines import ModelConfig, QwenImagePipeline
+
+    config = ModelConfig(path=tiny_qwen / "transformer")
+    pipe = QwenImagePipeline.from_pretrained(device="cpu", model_configs=[config], tokenizer_config=None)
+    assert type(pipe.dit).__name__ == "QwenImageTransformer2DModel"
+    assert pipe.vae is None and pipe.text_encoder is None
+    with pytest.raises(Trouble, match="text_encoder"):
+        pipe("a cat")
+    with pytest.raises(AttributeError):
+        _ = pipe.nonsense
+
+
+def test_a_sharded_model_equals_the_whole_one(tiny_qwen, tmp_path):
+    from tests.tiny_models import make_qwen_image
+
+    sharded = make_qwen_image(tmp_path / "sharded", max_shard_size="100KB")
+    assert len(list((sharded / "transformer").glob("*.safetensors"))) > 2
+    ours, whole = (load(folder)("a cat", seed=0, num_inference_steps=2) for folder in (sharded, tiny_qwen))
+    assert values(ours).tolist() == values(whole).tolist()
+
+
+@pytest.mark.parametrize(
+    "states, limit",
+    [
+        (
+            {"offload_device": "cpu", "offload_dtype": "float32", "onload_device": "cpu", "onload_dtype": "float32"},
+            None,
+        ),
+        ({"offload_device": "disk", "onload_device": "disk", "preparing_device": "cpu"}, 0),
+        ({"offload_device": "disk", "onload_device": "disk", "preparing_device": "cpu"}, 1.5),
+    ],
+)
+def test_the_four_states_draw_the_resident_picture(tiny_qwen, states, limit):
+    import torch
+
+    states = {**states, "preparing_device": "cpu", "preparing_dtype": torch.float32}
+    states |= {"computation_device": "cpu", "computation_dtype": torch.float32}
+    placed = load(tiny_qwen, states=states, vram_limit=limit)
+    assert set(placed.pipeline.placements) == {"dit", "text_encoder", "vae"}
+    resident = load(tiny_qwen)("a cat", seed=0, num_inference_steps=2)
+    assert values(placed("a cat", seed=0, num_inference_steps=2)).tolist() == values(resident).tolist()
+
+
+@pytest.mark.parametrize("hotload", [None, True])
+def test_loras_act_and_leave_without_a_trace(tiny_qwen, tmp_path, hotload):
+    pipe = load(tiny_qwen)
+    path = write_lora(pipe, tmp_path / "l.safetensors", size=0.3)
+    before = pipe("a cat", seed=0, num_inference_steps=2)
+    receipt = pipe.load_lora(pipe.dit, path, alpha=1, hotload=hotload)
+    assert receipt.layers_applied == receipt.layers_found == 4 and receipt.mode == ("hot" if hotload else "cold")
+    changed = pipe("a cat", seed=0, num_inference_steps=2)
+    assert numpy.abs(values(changed) - values(before)).mean() > 0.5
+    pipe.clear_lora()
+    assert values(pipe("a cat", seed=0, num_inference_steps=2)).tolist() == values(before).tolist()
+    pipe.enable_lora_hotloading(pipe.dit)
+    from safetensors.torch import load_file
+
+    assert pipe.load_lora(pipe.dit, state_dict=load_file(path)).mode == "hot"
+    with pytest.raises(Trouble):
+        pipe.load_lora(pipe, path)
+    with pytest.raises(Trouble):
+        pipe.load_lora(pipe.dit)
+
+
+def test_input_pictures_may_be_pictures_or_files(tiny_qwen, tmp_path):
+    from PIL import Image
+
+    pipe = load(tiny_qwen)
+    picture = Image.fromarray(numpy.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=numpy.uint8))
+    picture.save(tmp_path / "in.png")
+    asked = {"seed": 0, "num_inference_steps": 4, "denoising_strength": 0.5}
+    by_picture, by_file = (pipe("a cat", input_image=one, **asked) for one in (picture, tmp_path / "in.png"))
+    assert values(by_picture).tolist() == values(by_file).tolist()
+
+
+def test_progress_is_told(tiny_qwen):
+    seen, bars = [], []
+
+    def bar(steps):
+        for step in steps:
+            bars.append(step)
+            yield step
+
+    load(tiny_qwen)("a cat", num_inference_steps=3, progress_bar_cmd=bar, on_step=lambda step: seen.append(step.step))
+    assert seen == [1, 2, 3] and bars == [0, 1, 2]
+
+
+def test_settings_that_make_no_sense_are_said(tiny_qwen):
+    from backend.pipelines import ModelConfig, QwenImagePipeline
+
+    def refused(*configs, **options) -> str:
+        with pytest.raises(Trouble) as caught:
+            QwenImagePipeline.from_pretrained(device="cpu", model_configs=configs, **options)
+        return str(caught.value)
+
+    dit = tiny_qwen / "transformer" / "diffusion_pytorch_model.safetensors"
+    assert "empty" in refused()
+    assert "nowhere.safetensors" in refused(ModelConfig(path="nowhere.safetensors"))
+    assert "model_id" in refused(ModelConfig())
+    assert "Two model configs" in refused(ModelConfig(path=dit), ModelConfig(path=dit))
+    assert "disk" in refused(ModelConfig(path=dit, computation_device="disk"))
+    with pytest.raises(Trouble, match="nix"):
+        QwenImagePipeline.from_pretrained(device="nix", model_configs=[ModelConfig(path=dit)])
+
+
+def test_importing_it_is_light():
+    code = (
+        "import time, sys, resource\n"
+        "from backend.pipelines import QwenImagePipeline, ModelConfig\n"
+        "heavy = [m for m in ('diffusers', 'transformers', 'peft', 'modelscope', 'torch._dynamo') if m in sys.modules]\n"
+        "print(heavy)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stderr
