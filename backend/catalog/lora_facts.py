@@ -44,7 +44,7 @@ def alphas(metadata: Mapping[str, str]) -> tuple[float, ...]:
 
 def trigger_words(metadata: Mapping[str, str], path: Path | None = None) -> tuple[str, ...]:
     """Words that wake the LoRA, best evidence first: said outright, else the commonest tag of each training folder."""
-    for key in ("loft.trigger", "modelspec.trigger_phrase", "trigger_words", "trigger_word", "ss_trained_words"):
+    for key in ("loft.trigger", "trigger", "modelspec.trigger_phrase", "trigger_words", "trigger_word", "ss_trained_words"):
         if metadata.get(key, "").strip():
             return _words(metadata[key])
     frequency = table(metadata, "ss_tag_frequency")
@@ -109,7 +109,7 @@ def trainer(metadata: Mapping[str, str], dialect: str = "") -> str:
 
 def base(metadata: Mapping[str, str]) -> str:
     """The model it was trained on, by name; a path of the trainer's machine is cut to its last part."""
-    for key in ("loft.base", "ss_sd_model_name", "ss_base_model_version", "modelspec.architecture", "base_model"):
+    for key in ("loft.base", "ss_sd_model_name", "ss_base_model_version", "modelspec.architecture", "base_model", "base"):
         said = metadata.get(key, "").strip()
         if said and said != "None":
             said = said.replace("\\", "/")
@@ -121,5 +121,5 @@ def base(metadata: Mapping[str, str]) -> str:
 
 def architecture(metadata: Mapping[str, str]) -> str:
     """What the metadata says about the family, in lower case, one text to search in."""
-    keys = ("loft.family", "ss_base_model_version", "modelspec.architecture", "ss_network_module", "base_model")
+    keys = ("loft.family", "family", "ss_base_model_version", "modelspec.architecture", "ss_network_module", "base_model")
     return " ".join(metadata.get(key, "")[:200] for key in keys).lower().strip()
