@@ -30,6 +30,7 @@ from studio import (
     generate_events,
     lora_rows,
     models,
+    models_events,
     preferences,
     session,
     shelf,
@@ -73,17 +74,23 @@ def build(studio: Studio) -> gr.Blocks:
             return event.then(tick, **look)
 
         def use_lora(event):
-            added = event.then(add_lora, [ui, generate_tab.rows.count, *generate_tab.rows.inputs], use_outputs, **QUIET)
+            added = event.then(
+                add_lora, [ui, prompt_box, generate_tab.rows.count, *generate_tab.rows.inputs], use_outputs, **QUIET
+            )
             return redraw(added)
 
-        def add_lora(choice: dict, count: int, *values):
+        def add_lora(choice: dict, prompt: str, count: int, *values):
             choices = shelf.lora_choices(shelf.loras(studio), studio)
             uses = lora_rows.with_lora(lora_rows.pairs(values)[:count], choice["lora"])
-            return [choice | {"tab": "generate"}, gr.Tabs(selected="generate"), *lora_rows.show(uses, choices)]
+            spec = models.chosen(studio, choice["lora"])
+            words = generate_events.with_trigger(prompt, spec.trigger_words if spec else ())
+            rows = lora_rows.show(uses, choices)
+            return [choice | {"tab": "generate", "picture": ""}, gr.Tabs(selected="generate"), words, *rows]
 
-        use_outputs = [ui, tabs, *generate_tab.rows.outputs]
+        prompt_box = generate_tab.form.controls["prompt"]
+        use_outputs = [ui, tabs, prompt_box, *generate_tab.rows.outputs]
         generate_events.wire(studio, generate_tab, ui, shown, redraw)
-        models.wire(studio, models_tab, ui, shown, redraw, use_lora)
+        models_events.wire(studio, models_tab, ui, shown, redraw, use_lora, train_tab, tabs)
         train_events.wire(studio, train_tab, ui, redraw, use_lora)
         preferences.wire(studio, preferences_tab)
         _wire_tabs(studio, tabs, ui, generate_tab, redraw)

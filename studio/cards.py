@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from backend.catalog.spec import LoraSpec, ModelSpec
 from backend.schema.messages import Trouble
 from studio.draw import facts
+from studio.pictures import is_inside, thumbnail
 from studio.shelf import family_title, fits, lora_title, model_id
 from studio.studio import Studio
 from studio.words import count_words, notice, safe, size_words, when_words
@@ -38,8 +39,12 @@ def _haystack(spec, studio: Studio) -> str:
     return " ".join(parts).lower()
 
 
-def lora_cards(found: Sequence, *, model_family: str, shown: str, studio: Studio, now: float) -> str:
+def lora_cards(
+    found: Sequence, *, model_family: str, shown: str, studio: Studio, now: float, some: bool = False
+) -> str:
     """One card for each file, those that cannot be read last, each with its reason."""
+    if not found and some:
+        return '<div class="stage empty small"><p>No file matches the search.</p></div>'
     if not found:
         return (
             '<div class="stage empty"><p><b>No LoRA files</b></p>'
@@ -59,14 +64,16 @@ def _card(spec: LoraSpec, model_family: str, shown: str, studio: Studio, now: fl
     family = family_title(spec.family, studio)
     rank = "–".join(str(r) for r in sorted({spec.ranks[0], spec.ranks[-1]})) if spec.ranks else "?"
     line = f"{family}, rank {rank}, {size_words(spec.nbytes)}"
-    picture = thumbnail_of(spec)
+    picture = picture_of(spec, studio)
     face = (
         f'<img src="{picture}" alt="">' if picture else f'<span class="face">{safe(spec.path.stem[:1].upper())}</span>'
     )
     words = f'<span class="trigger">{safe(", ".join(spec.trigger_words[:3]))}</span>' if spec.trigger_words else ""
     why = fits(spec, model_family, studio)
     mark = '<span class="pill">does not fit</span>' if why else ""
-    meta = ", ".join(part for part in (spec.trainer, when_words(spec.modified, now) if spec.modified else "") if part)
+    meta = ", ".join(
+        part for part in (spec.trainer, spec.base, when_words(spec.modified, now) if spec.modified else "") if part
+    )
     return (
         f'<button type="button" class="card{" on" if str(spec.path) == shown else ""}{" dim" if why else ""}" data-do="pick" '
         f'data-what="{safe(spec.path)}">{face}<span class="card-text"><b>{safe(lora_title(spec, studio))}</b>'
@@ -74,13 +81,21 @@ def _card(spec: LoraSpec, model_family: str, shown: str, studio: Studio, now: fl
     )
 
 
-def thumbnail_of(spec: LoraSpec) -> str:
-    """The picture that a file carries in its metadata, as a data address, or "". Only pictures are let through."""
-    for key in ("modelspec.thumbnail", "loft.thumbnail", "ss_thumbnail"):
+def picture_of(spec: LoraSpec, studio: Studio) -> str:
+    """The address of a LoRA's picture, or "": the one inside it, a sample of its run, or one of the same name beside it."""
+    for key in ("modelspec.thumbnail", "thumbnail", "ss_thumbnail"):
         value = spec.metadata.get(key, "")
         if value.startswith(("data:image/png;base64,", "data:image/webp;base64,", "data:image/jpeg;base64,")):
             return safe(value)
-    return ""
+    samples = (
+        sorted(spec.path.parent.glob("samples/step-*/0.png")) if is_inside(spec.path, (studio.places.runs,)) else []
+    )
+    beside = [spec.path.with_suffix(kind) for kind in (".png", ".jpg", ".jpeg", ".webp")]
+    found = next((path for path in (*reversed(samples[-1:]), *beside) if path.is_file()), None)
+    if found is None:
+        return ""
+    small = thumbnail(found, studio.places.cache)
+    return studio.address(small) if small != found else ""
 
 
 def _broken(entry: Trouble) -> str:

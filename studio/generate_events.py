@@ -169,3 +169,10 @@ def smaller_until_it_fits(studio: Studio, request: GenerationRequest, what_if: s
         if plan_panel.estimate(studio, request.model, smaller, what_if=what_if).plan.verdict == "green":
             return smaller
     return request
+
+
+def with_trigger(prompt: str, words: tuple[str, ...]) -> str:
+    """The prompt with a LoRA's first trigger word in front, unless one of them is in it already."""
+    if not words or any(word.lower() in prompt.lower() for word in words):
+        return prompt
+    return f"{words[0]}, {prompt}" if prompt.strip() else words[0]

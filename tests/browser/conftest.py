@@ -15,8 +15,8 @@ import pytest
 
 from backend.schema.places import PROJECT, Places
 
-START_SECONDS = 60
-WAIT_SECONDS = 30
+START_SECONDS = 180
+WAIT_SECONDS = 60
 
 
 class Site:
