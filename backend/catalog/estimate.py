@@ -196,7 +196,7 @@ def on_card(part: PartSizes, layout: PartLayout, active: bool, computing: str) -
     """(weights, staging) bytes on the card while the part computes, or while it does not."""
     if not active:
         return (part.bytes(layout.storage, computing), 0) if layout.mode == "resident" else (0, 0)
-    cast = part.largest_block(computing, computing) if layout.storage.startswith("float8") else 0
+    cast = part.largest_matrix * DTYPE_BYTES[computing] if layout.storage.startswith("float8") else 0
     if layout.mode != "streamed":
         return part.bytes(layout.storage, computing), cast
     stays = part.resident_bytes(layout.on_card, layout.storage, computing)

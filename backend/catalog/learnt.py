@@ -17,13 +17,14 @@ LIMIT = 2 * GIB  # a correction beyond this means another cause than context and
 
 
 def remember(
-    file: Path, card: Card, family: str, *, kind: str, predicted_bytes: int, measured_bytes: int, seconds: float = 0.0, learnt_bytes: int = 0,
+    file: Path, card: Card, family: str, *, kind: str, predicted_bytes: int, measured_bytes: int, seconds: float = 0.0,
 ) -> None:  # fmt: skip
-    """Keeps one run. `kind` says what ran ("generate 1024x1024", ...); `learnt_bytes` is the correction that the prediction held."""
+    """Keeps one run. `kind` says what ran ("generate 1024x1024", ...)."""
+    held = corrected(Fixed(), card, family, file).learnt_bytes  # the correction that was in the prediction
     known = _read(file)
     runs = known.setdefault(_key(card, family), [])
     runs.append({
-        "kind": kind, "predicted": predicted_bytes, "measured": measured_bytes, "correction": learnt_bytes,
+        "kind": kind, "predicted": predicted_bytes, "measured": measured_bytes, "correction": held,
         "seconds": seconds, "time": time.time(),
     })  # fmt: skip
     del runs[:-KEPT]

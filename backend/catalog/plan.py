@@ -8,6 +8,8 @@ of the same speed. With more memory more combinations fit, so a larger card is n
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import itertools
 import sys
 from dataclasses import replace
@@ -18,10 +20,12 @@ from backend.catalog.estimate import CPU_FIXED, DENOISERS, Fixed, Layout, PartLa
 from backend.catalog.options import FP8, Option, Terms
 from backend.catalog.sizes import ModelSizes, sizes_of, spread
 from backend.catalog.spec import ModelSpec
-from backend.catalog.speed import Speed, speed_of
-from backend.catalog.work import work_of_request, work_of_training
+from backend.catalog.speed import Speed, speed_of, what_if
+from backend.catalog.work import work_of_defaults, work_of_request, work_of_training
+from backend.schema import knobs
 from backend.schema.preferences import Preferences
 from backend.schema.request import GenerationRequest
+from backend.schema.training import TrainingConfig
 from backend.schema.vram import DISK, GIB, Card, VramConfig, VramPlan
 
 RAM_SHARE = 0.9  # of the free RAM may hold weights
@@ -228,46 +232,50 @@ def plan_here(spec, card: Card, job, preferences: Preferences | None, *, user: P
 
 
 def main(argv: list[str] | None = None) -> None:
-    """`python -m backend.catalog.plan MODEL [--card 12GiB | --card rtx3060] [--train ...]`."""
-    import argparse
-
+    """`python -m backend.catalog.plan MODEL [--card 12GiB | --card rtx3060 | --cards 8GiB,12GiB] [--train ...]`."""
     from backend.catalog import report
-    from backend.catalog.speed import what_if
-    from backend.schema import knobs
     from backend.schema.messages import Trouble
-    from backend.schema.training import TrainingConfig
 
+    parser = _parser()
+    said = parser.parse_args(argv)
+    preferences = Preferences(allow_fp8=not said.exact)
+    try:
+        sizes = sizes_of(_model(said.model))
+        job = _job(said, sizes)
+        for name in (said.cards or said.card).split(","):
+            card, speed = what_if(name, ram_gib=said.ram)
+            found = plan(sizes, card, job, preferences, speed=speed)
+            if said.cards:
+                print(f"{sizes.title} on {name}: {report.line(found)}")
+            else:
+                print(report.table(found, card, title=sizes.title))
+    except (Trouble, ValueError) as error:
+        parser.error(str(error))
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m backend.catalog.plan", description="What fits on a card, and how.")
     parser.add_argument("model", help="a published model's name (such as FLUX.1-dev), or a model's folder or file")
     parser.add_argument("--card", default="12GiB", help="12GiB, rtx3060, ...")
+    parser.add_argument("--cards", default="", help="several, comma-separated: one line for each")
     parser.add_argument("--ram", type=float, default=64.0, help="RAM of that machine, GiB")
-    parser.add_argument("--size", default="", help="WIDTHxHEIGHT")
+    parser.add_argument("--size", default="", help="WIDTHxHEIGHT or WIDTHxHEIGHTxFRAMES")
     parser.add_argument("--exact", action="store_true", help="no FP8")
     parser.add_argument("--train", nargs=argparse.REMAINDER, help="plan a training run; what follows are its flags")
-    said = parser.parse_args(argv)
-    try:
-        model = _model(said.model)
-        sizes = sizes_of(model)
-        card, speed = what_if(said.card, ram_gib=said.ram)
-        width, height = (int(side) for side in said.size.lower().split("x")) if said.size else (None, None)
-        if said.train is not None:
-            job = knobs.from_flags(TrainingConfig, said.train)
-        else:
-            from backend.catalog.work import work_of_defaults
+    return parser
 
-            job = work_of_defaults(sizes, **({"width": width, "height": height} if width else {}))
-        found = plan(sizes, card, job, Preferences(allow_fp8=not said.exact), speed=speed)
-    except (Trouble, ValueError) as error:
-        parser.error(str(error))
-    print(report.table(found, card, title=sizes.title))
+
+def _job(said: argparse.Namespace, sizes: ModelSizes):
+    if said.train is not None:
+        return knobs.from_flags(TrainingConfig, said.train)
+    names = ("width", "height", "frames")
+    return work_of_defaults(sizes, **dict(zip(names, map(int, said.size.lower().split("x")))) if said.size else {})
 
 
 def _model(name: str) -> ModelSpec | str:
     """A folder or file is identified, which takes the families; anything else is a published name."""
     if not Path(name).exists():
         return name
-    import importlib
-
     families = importlib.import_module("backend.families").FAMILIES
     return importlib.import_module("backend.catalog.identify").identify_model(Path(name), families)
 

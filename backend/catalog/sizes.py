@@ -64,6 +64,11 @@ class PartSizes:
         return max((block.bytes(storage, computing) for block in self.blocks), default=0)
 
     @property
+    def largest_matrix(self) -> int:
+        """Numbers of the largest matrix of a block: what is cast at a time where blocks are stored in FP8."""
+        return max((rows * columns for rows, columns, _ in self.linears.values()), default=0)
+
+    @property
     def numel(self) -> int:
         return sum(one.matrix + one.rest + one.precise for one in (self.other, *self.blocks))
 

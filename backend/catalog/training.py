@@ -89,7 +89,6 @@ def _step(terms: Terms, layout: Layout, kept: PartLayout, rungs, lossy: int, bes
     working = _least_beside(working, ends, updating, 0 if work.accumulates else grads)
     whole = part.numel * 4 if work.targets == "full" and part.name in work.trained else None
     adapter = (0 if whole else 4 * numel) + grads + state
-    kept = options._filled(part, kept, working, terms, extra=adapter + sum(one.bytes(work.computing, work.computing) for one in beside))
     held, staging = (whole, 0) if whole else estimate.on_card(part, kept, True, work.computing)
     weights = {part.name: held} | {one.name: one.bytes(work.computing, work.computing) for one in beside}
     ram = estimate.off_card(part, kept, work.computing)

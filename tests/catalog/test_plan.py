@@ -1,0 +1,267 @@
+"""Plans: monotone, deterministic, quick, and what they say to people and to scripts. No torch."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from backend.catalog.estimate import Work
+from backend.catalog.identify import identify_model
+from backend.catalog.page import estimate_for_page, what_if_cards
+from backend.catalog.plan import budget_of, plan, plan_here
+from backend.catalog.report import line, table
+from backend.catalog.sizes import known_models, sizes_of
+from backend.catalog.speed import what_if
+from backend.catalog.work import work_of_defaults
+from backend.families import FAMILIES
+from backend.schema import knobs
+from backend.schema.places import ASSETS, PROJECT
+from backend.schema.preferences import Preferences
+from backend.schema.request import GenerationRequest
+from backend.schema.training import LoraSection, MemorySection, SampleSection, TrainingConfig, TrainingSection
+from backend.schema.vram import VramConfig
+
+GIB = 2**30
+SIDES = (512, 768, 1024, 1328, 2048)
+ORDER = {"red": 0, "amber": 1, "green": 2}
+
+
+def card_of(gib: float, ram: float = 64.0):
+    return what_if(f"{gib}GiB", ram_gib=ram)
+
+
+def random_job(numbers: random.Random, sizes):
+    if numbers.random() < 0.5:
+        side = numbers.choice(SIDES)
+        frames = numbers.choice((1, 17, 81)) if sizes.geometry["video"] else 1
+        return work_of_defaults(sizes, width=side, height=numbers.choice(SIDES), frames=frames, guidance=numbers.random() < 0.5)
+    return TrainingConfig(
+        lora=LoraSection(lora_rank=numbers.choice((4, 16, 64, 256)), lora_target_modules=numbers.choice(("", "attention"))),
+        training=TrainingSection(batch_size=numbers.choice((1, 2, 4)), gradient_accumulation_steps=numbers.choice((1, 4))),
+        memory=MemorySection(use_gradient_checkpointing=numbers.random() < 0.5),
+        samples=SampleSection(sample_prompts=numbers.choice(("", "a red apple"))),
+    )
+
+
+def random_cases(count: int):
+    numbers = random.Random(5)
+    for _ in range(count):
+        sizes = sizes_of(numbers.choice(known_models()))
+        job = random_job(numbers, sizes)
+        preferences = Preferences(allow_fp8=numbers.random() < 0.7)
+        yield sizes, job, preferences, numbers.choice((6, 8, 12, 16, 24, 48, 80)), numbers.choice((8, 32, 64, 256))
+
+
+def test_200_random_plans_are_quick_and_always_the_same():
+    seconds = []
+    for sizes, job, preferences, gib, ram in random_cases(200):
+        card, speed = card_of(gib, ram)
+        first = plan(sizes, card, job, preferences, speed=speed)
+        start = time.process_time()
+        second = plan(sizes, card, job, preferences, speed=speed)
+        seconds.append(time.process_time() - start)
+        assert first == second
+        assert first.phases and first.peak_low_bytes <= first.peak_high_bytes
+        assert first.fits == (first.verdict != "red")
+        assert (first.verdict == "green") == (first.peak_high_bytes <= budget_of(card))
+        if not preferences.allow_fp8:
+            assert not any("fp8" in step.rung for step in first.steps)
+    seconds.sort()
+    assert seconds[len(seconds) // 2] < 0.01 and seconds[-2] < 0.03
+
+
+def test_more_memory_is_never_slower():
+    for sizes, job, preferences, _, ram in random_cases(60):
+        last = None
+        for gib in (4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 80, 192):
+            card, speed = card_of(gib, ram)
+            found = plan(sizes, card, job, preferences, speed=speed)
+            if last is not None:
+                assert ORDER[found.verdict] >= ORDER[last.verdict], (sizes.title, gib)
+                if last.verdict == "green":
+                    assert found.seconds[1] <= last.seconds[1] * (1 + 1e-9), (sizes.title, gib)
+            last = found
+        assert last.verdict == "green" or sizes.geometry["video"] or isinstance(job, TrainingConfig)
+
+
+def test_more_ram_is_never_slower():
+    for sizes, job, preferences, gib, _ in random_cases(40):
+        found = [plan(sizes, card_of(gib, ram)[0], job, preferences) for ram in (4, 16, 64, 256)]
+        for less, more in itertools.pairwise(found):
+            if less.verdict == "green":
+                assert more.verdict == "green" and more.seconds[1] <= less.seconds[1] * (1 + 1e-9)
+
+
+def test_smaller_pictures_never_need_more_and_are_never_slower():
+    for title in known_models():
+        sizes = sizes_of(title)
+        for gib in (8, 24):
+            card, speed = card_of(gib)
+            found = [plan(sizes, card, work_of_defaults(sizes, width=side, height=side), speed=speed) for side in SIDES]
+            for small, large in itertools.pairwise(found):
+                assert ORDER[small.verdict] >= ORDER[large.verdict], title
+                if large.verdict == "green":
+                    assert small.seconds[1] <= large.seconds[1] * (1 + 1e-9), title
+                # under one and the same arrangement (all on a very large card) bytes only grow
+            bare = [plan(sizes, card_of(1000)[0], work_of_defaults(sizes, width=side, height=side)) for side in SIDES]
+            assert [one.peak_high_bytes for one in bare] == sorted(one.peak_high_bytes for one in bare), title
+
+
+def test_a_large_card_keeps_everything_and_leaves_the_engine_alone():
+    found = plan("Qwen-Image", card_of(141)[0], work_of_defaults(sizes_of("Qwen-Image")))
+    assert found.verdict == "green" and not found.steps and found.vram_limit_gib is None
+    assert all(config == VramConfig() for config in found.configs.values())
+    assert found.streamed_blocks["dit"] == () and len(found.resident_blocks["dit"]) == 60
+
+
+def test_the_ladder_on_smaller_and_smaller_cards():
+    sizes, kinds = sizes_of("Qwen-Image"), {}
+    for gib in (141, 48, 24, 8):
+        found = plan(sizes, card_of(gib)[0], work_of_defaults(sizes))
+        kinds[gib] = {step.rung for step in found.steps}
+        assert found.verdict == "green", (gib, found.advice)
+    assert kinds[48] == {"park"}
+    assert "stream:dit" in kinds[24] | kinds[8] and "park" in kinds[8]
+
+
+def test_streaming_keeps_as_many_blocks_as_fit_and_says_so():
+    card = card_of(16)[0]
+    found = plan("FLUX.1-dev", card, work_of_defaults(sizes_of("FLUX.1-dev")), Preferences(allow_fp8=False))
+    resident, streamed = found.resident_blocks["dit"], found.streamed_blocks["dit"]
+    assert sorted((*resident, *streamed)) == list(range(57)) and resident and streamed
+    assert f"{len(resident)} of 57 blocks stay" in " ".join(step.sentence for step in found.steps)
+    assert budget_of(card) - found.peak_high_bytes < 2 * sizes_of("FLUX.1-dev").parts["dit"].largest_block("bfloat16", "bfloat16")
+    config = found.configs["dit"]
+    assert (config.offload_device, config.preparing_device, config.computation_device) == ("cpu", "cuda:0", "cuda:0")
+    assert 0 < found.vram_limit_gib < 16
+
+
+def test_little_ram_sends_weights_to_disk():
+    found = plan("Qwen-Image", card_of(12, ram=8)[0], work_of_defaults(sizes_of("Qwen-Image")))
+    assert found.verdict == "green"
+    assert found.configs["dit"].offload_device == "disk" and any(step.rung == "disk:dit" for step in found.steps)
+    assert found.ram_bytes < 8 * GIB
+
+
+def test_fp8_is_stored_and_computed_as_the_states_say():
+    sizes = sizes_of("Qwen-Image")
+    found = plan(sizes, card_of(8)[0], work_of_defaults(sizes))
+    eight = [config for config in found.configs.values() if config.onload_dtype == "float8_e4m3fn"]
+    assert eight and all(config.computation_dtype == "bfloat16" for config in eight)
+    assert {step.rung for step in found.steps if step.lossy} >= {"fp8:dit"} or "fp8:text" in {step.rung for step in found.steps}
+
+
+def test_nothing_fits_is_said_with_what_would_help():
+    sizes = sizes_of("Wan2.2-T2V-A14B")
+    found = plan(sizes, card_of(3)[0], work_of_defaults(sizes, width=1280, height=720))
+    assert not found.fits and found.verdict == "red"
+    assert "GiB are missing" in found.advice and ("half the width" in found.advice or "frames" in found.advice)
+
+
+def test_a_card_in_use_plans_with_what_is_left():
+    card = card_of(24)[0]
+    busy = replace(card, used_by_others_bytes=14 * GIB, free_bytes=10 * GIB)
+    job = work_of_defaults(sizes_of("FLUX.1-dev"))
+    assert plan("FLUX.1-dev", busy, job).peak_high_bytes <= 10 * GIB < plan("FLUX.1-dev", card, job).peak_high_bytes
+    own = replace(card, free_bytes=2 * GIB)  # the rest is this program's own, and will be given back
+    assert plan("FLUX.1-dev", own, job) == plan("FLUX.1-dev", card, job)
+
+
+def test_training_climbs_its_own_ladder():
+    config = TrainingConfig(lora=LoraSection(lora_rank=16, lora_target_modules="attention"))
+    large = plan("Qwen-Image", card_of(141)[0], config)
+    assert large.verdict == "green" and not large.steps and large.settings["use_gradient_checkpointing"] is False
+    middle = plan("Qwen-Image", card_of(48)[0], config)
+    assert middle.verdict == "green" and middle.settings["use_gradient_checkpointing"]
+    small = plan("Qwen-Image", card_of(12)[0], config)
+    assert small.verdict == "green" and small.settings["enable_model_cpu_offload"]
+    assert [phase.name for phase in small.phases][-1] == "step"
+    flags = [f"--{name}={value}" if not isinstance(value, bool) else f"--{name}" for name, value in small.settings.items() if value]
+    knobs.from_flags(TrainingConfig, flags)  # what a plan says can be said to the trainer
+
+
+def test_a_choice_of_the_config_is_kept():
+    config = TrainingConfig(
+        lora=LoraSection(lora_rank=16), memory=MemorySection(use_gradient_checkpointing=True),
+        training=TrainingSection(customized_optimizer="lion"),
+    )  # fmt: skip
+    found = plan("FLUX.1-dev", card_of(80)[0], config)
+    assert found.settings["use_gradient_checkpointing"] and "customized_optimizer" not in found.settings
+
+
+def test_all_weights_training_counts_masters_gradients_and_moments():
+    spec = identify_model(ASSETS / "starter", FAMILIES)
+    numel = sizes_of(spec).parts["dit"].numel
+    found = plan(spec, card_of(24)[0], TrainingConfig(training=TrainingSection(trainable_models="dit", customized_optimizer="adamw")))
+    step = next(phase for phase in found.phases if phase.name == "step")
+    assert step.weights_bytes["dit"] == 4 * numel and step.adapter_bytes == 12 * numel
+
+
+def test_a_cpu_keeps_the_starter_in_ram_and_a_huge_model_on_disk():
+    card = replace(card_of(16, ram=16)[0], device="cpu", name="a processor")
+    small = plan(identify_model(ASSETS / "starter", FAMILIES), card, GenerationRequest())
+    assert small.verdict == "green" and not small.steps
+    large = plan("Qwen-Image", card, work_of_defaults(sizes_of("Qwen-Image"), width=512, height=512))
+    assert large.configs["dit"].offload_device == "disk" and large.configs["dit"].computation_device == "cpu"
+    assert "cpu" not in (large.configs["dit"].offload_device, large.configs["dit"].onload_device) or large.fits
+
+
+def test_the_page_s_estimate(tmp_path):
+    spec = identify_model(ASSETS / "starter", FAMILIES)
+    card = card_of(8)[0]
+    found = estimate_for_page(spec, card, GenerationRequest(prompt="a red apple"), user=tmp_path)
+    assert found.headline.startswith("Needs ") and "fits" in found.headline and not found.estimating
+    assert [bar.phase for bar in found.bars] == ["text", "denoise", "decode"]
+    for bar in found.bars:
+        names = [name for name, _ in bar.segments]
+        assert names[0] in ("text_encoder", "dit", "vae") and "reserve" in names and bar.low_bytes <= bar.high_bytes
+    other = estimate_for_page("Qwen-Image", card, GenerationRequest(width=1328, height=1328), user=tmp_path, what_if_card="rtx3060")
+    assert other.card.total_bytes == 12 * GIB and other.sentences
+    assert [one.total_bytes // GIB for one in what_if_cards(card)] == [8, 8, 12, 16, 24, 48, 80]
+    assert plan_here(spec, card, GenerationRequest(prompt="a red apple"), None, user=tmp_path) == found.plan
+
+
+def test_a_plan_as_text():
+    card = card_of(12)[0]
+    sizes = sizes_of("Qwen-Image")
+    found = plan(sizes, card, work_of_defaults(sizes))
+    text = table(found, card, title=sizes.title)
+    for word in ("denoise", "peak high", "It fits.", "vram_limit=", "dit: offload_dtype="):
+        assert word in text
+    assert "stream" in line(found)
+
+
+@pytest.mark.parametrize(("argv", "words"), [
+    (["FLUX.1-dev", "--card", "rtx3060"], ("FLUX.1-dev on rtx3060", "denoise")),
+    (["Qwen-Image", "--card", "24GiB", "--train", "--lora_rank", "16"], ("step", "--use_gradient_checkpointing")),
+    ([str(ASSETS / "starter"), "--card", "8GiB"], ("Qwen-Image on 8 GiB card", "It fits.")),
+])  # fmt: skip
+def test_the_command(argv, words):
+    found = subprocess.run(
+        [sys.executable, "-m", "backend.catalog.plan", *argv], cwd=PROJECT, timeout=120, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
+    assert all(word in found.stdout for word in words), found.stdout
+
+
+def test_the_command_refuses_in_a_sentence():
+    wrong = [sys.executable, "-m", "backend.catalog.plan", "Nobody/Nothing"]
+    found = subprocess.run(wrong, cwd=PROJECT, timeout=120, capture_output=True, text=True)
+    assert found.returncode == 2 and "No sizes are known" in found.stderr and "Traceback" not in found.stderr
+
+
+def test_reference_pictures_and_loras_count():
+    sizes = sizes_of("Qwen-Image-Edit")
+    card = card_of(141)[0]
+    with_one = plan(sizes, card, work_of_defaults(sizes))
+    without = plan(sizes, card, work_of_defaults(sizes, reference_pictures=0))
+    assert with_one.phases[-2].working_bytes > 1.5 * without.phases[-2].working_bytes
+    job = Work(lora_bytes=GIB)
+    denoise = next(phase for phase in plan("Qwen-Image", card, job).phases if phase.name == "denoise")
+    assert denoise.adapter_bytes == GIB
