@@ -10,6 +10,7 @@ from pathlib import Path
 
 from backend.catalog.estimate import Fixed
 from backend.catalog.speed import write_json
+from backend.schema.request import GenerationRequest
 from backend.schema.vram import GIB, Card
 
 KEPT = 20  # last runs per device and family
@@ -38,6 +39,17 @@ def corrected(fixed: Fixed, card: Card, family: str, file: Path) -> Fixed:
         return fixed
     more = statistics.median(run["measured"] - (run["predicted"] - run.get("correction", 0)) for run in runs[-5:])
     return replace(fixed, learnt_bytes=int(max(-LIMIT, min(LIMIT, more))))
+
+
+def kind_of(request: GenerationRequest) -> str:
+    """What makes two requests take the same time."""
+    return f"generate {request.width}x{request.height}, {request.num_inference_steps} steps, {request.count}, guidance {request.guidance > 1}"
+
+
+def seconds_of(file: Path, card: Card, family: str, kind: str) -> tuple[float, float] | None:
+    """(least, most) seconds of the last three runs of that kind here, a little widened."""
+    found = [run["seconds"] for run in _read(file).get(_key(card, family), []) if run["kind"] == kind and run["seconds"] > 0][-3:]
+    return (0.95 * min(found), 1.1 * max(found)) if found else None
 
 
 def last(file: Path, card: Card, family: str, kind: str = "") -> tuple[int, int, float] | None:

@@ -228,7 +228,11 @@ def plan_here(spec, card: Card, job, preferences: Preferences | None, *, user: P
     """`plan` with what was measured on this machine: calibration and peaks in the folder `user`, traced tables beside them."""
     sizes = spec if isinstance(spec, ModelSizes) else sizes_of(spec, folder=user / "memory")
     fixed = learnt.corrected(fixed_of(card), card, sizes.family, user / "measured.json")
-    return plan(sizes, card, job, preferences, speed=speed_of(card, user / "calibration.json"), fixed=fixed)
+    found = plan(sizes, card, job, preferences, speed=speed_of(card, user / "calibration.json"), fixed=fixed)
+    if isinstance(job, GenerationRequest):
+        seconds = learnt.seconds_of(user / "measured.json", card, sizes.family, learnt.kind_of(job))
+        return replace(found, seconds=seconds or found.seconds)
+    return found
 
 
 def main(argv: list[str] | None = None) -> None:

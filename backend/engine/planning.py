@@ -59,14 +59,13 @@ def learn(
     """Keeps what a job really took on an accelerator, for the next plan. On a CPU the process's memory says too little."""
     if card.device == "cpu":
         return
-    kind = f"generate {request.width}x{request.height}"
     predicted = placing.predicted_bytes
     with contextlib.suppress(OSError):  # a full disk is no reason to lose a picture over statistics
         learnt.remember(
             places().user / "measured.json",
             card,
             spec.family,
-            kind=kind,
+            kind=learnt.kind_of(request),
             predicted_bytes=predicted,
             measured_bytes=peak_bytes,
             seconds=seconds,
