@@ -8,6 +8,7 @@ Environment: DIFFSYNTH_MODEL_BASE_PATH (folder of models), DIFFSYNTH_SKIP_DOWNLO
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -165,6 +166,8 @@ def download(
     if lacking:
         raise _failed(model_id, source, OSError(f"{lacking[0]} did not arrive whole"))
     mark.unlink()
+    with contextlib.suppress(OSError):  # another pattern may still be on its way
+        mark.parent.rmdir()
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -239,7 +242,10 @@ def _list_huggingface(model_id: str) -> dict[str, int]:
 
 
 def _fetch_huggingface(model_id: str, root: Path, names: list[str], tell: Callable[[int], None] | None) -> None:
-    from huggingface_hub import hf_hub_download
+    """File by file with the client's own transfer, because its `hf_hub_download` throws away what an interrupted try has brought."""
+    from huggingface_hub import HfApi, hf_hub_url
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
     from tqdm.auto import tqdm
 
     done = 0
@@ -247,13 +253,23 @@ def _fetch_huggingface(model_id: str, root: Path, names: list[str], tell: Callab
     class Told(tqdm):
         def update(self, n=1):
             nonlocal done
-            if self.unit == "B":
-                done += n or 0
-                tell(done)
+            done += n or 0
+            tell(done)
             return super().update(n)
 
+    commit = HfApi().model_info(model_id).sha
     for name in names:
-        hf_hub_download(model_id, name, local_dir=root, tqdm_class=Told if tell else None)
+        partial = _mark(root, f"{name}@{commit}").with_suffix(".partial")
+        partial.touch()
+        with partial.open("r+b") as file:
+            got = file.seek(0, os.SEEK_END)
+            done += got
+            url = hf_hub_url(model_id, name, revision=commit)
+            http_get(url, file, resume_size=got, headers=build_hf_headers(), tqdm_class=Told if tell else None)
+            file.flush()
+            os.fsync(file.fileno())
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        partial.replace(root / name)
 
 
 _CLIENTS = {"modelscope": (_list_modelscope, _fetch_modelscope), "huggingface": (_list_huggingface, _fetch_huggingface)}
