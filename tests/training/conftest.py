@@ -1,0 +1,59 @@
+"""What tests of runs share: pictures to train on, and a run in this very process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageDraw
+
+from backend.schema.places import Places
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of five captioned pictures: three of one shape, two of another."""
+    folder = tmp_path_factory.mktemp("pictures")
+    for number in range(5):
+        picture = Image.new("RGB", (64, 64) if number < 3 else (96, 48), (250, 250, 250))
+        ImageDraw.Draw(picture).ellipse((8, 8, 40, 40), fill=(50 * number, 90, 200 - 30 * number))
+        picture.save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(f"a ball, number {number}" + " again" * number, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def run_training(data: Places, tiny_qwen: Path, pictures: Path) -> Callable[..., int]:
+    """`run_training(output, "--flag", value, …)`: a run of the tiny model in this process; its exit status."""
+    import signal
+
+    import torch
+    from accelerate.state import AcceleratorState
+
+    from backend.training.__main__ import main
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
+    handlers = {name: signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGINT)}
+
+    def run(output: Path, *flags: object, model: Path | None = tiny_qwen, dataset: Path | None = pictures) -> int:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        named = ["--model", str(model)] if model else []
+        named += ["--dataset_base_path", str(dataset)] if dataset else []
+        sizes = ["--max_pixels", "4096", "--lora_rank", "4", "--learning_rate", "1e-3"]
+        return main([*named, *sizes, "--output_path", str(output), *map(str, flags)])
+
+    yield run
+    torch.set_num_threads(threads)
+    for name, handler in handlers.items():
+        signal.signal(name, handler)
+
+
+@pytest.fixture
+def events() -> Callable[[Path], list[dict]]:
+    """The events of a run's folder."""
+    return lambda folder: [
+        json.loads(line) for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    ]

@@ -1,0 +1,210 @@
+"""The command lines of the documents as they are typed: killed, stopped, gone on with, by one process and by two."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file  # noqa: E402
+
+from backend.schema.places import PROJECT  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
+STARTER = (
+    "loft/starter:transformer/diffusion_pytorch_model*.safetensors,loft/starter:text_encoder/model*.safetensors,"
+    "loft/starter:vae/diffusion_pytorch_model.safetensors"
+)
+TARGETS = "to_q,to_k,to_v,add_q_proj,add_k_proj,add_v_proj,to_out.0,to_add_out,img_mlp.net.2,img_mod.1,txt_mlp.net.2,txt_mod.1"
+
+
+@pytest.fixture
+def launch(data):
+    """Starts a command in the data folder as the studio does; what is left of it is ended."""
+    children: list[psutil.Popen] = []
+
+    def start(argv: list[str]) -> psutil.Popen:
+        environment = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        log = (data.root / f"log-{len(children)}.txt").open("wb")
+        children.append(psutil.Popen(argv, cwd=data.root, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        return children[-1]
+
+    yield start
+    for child in children:
+        for process in [*(child.children(recursive=True) if child.is_running() else []), child]:
+            if process.is_running():
+                process.kill()
+        child.wait(10)
+
+
+def log(data, number: int = 0) -> str:
+    return (data.root / f"log-{number}.txt").read_text(errors="replace")
+
+
+def steps(folder: Path) -> list[int]:
+    try:
+        lines = (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    said = [json.loads(line) for line in lines if line.endswith("}")]
+    return [event["step"] for event in said if event["event"] == "step"]
+
+
+def wait_for_step(folder: Path, step: int, child: psutil.Popen, *, seconds: float = 300) -> None:
+    end = time.monotonic() + seconds
+    while step not in steps(folder):
+        assert child.poll() is None or step in steps(folder), "the run ended before that step"
+        assert time.monotonic() < end, f"step {step} was not reached in {seconds} s"
+        time.sleep(0.05)
+
+
+def documented(dataset: Path) -> list[str]:
+    """The LoRA command of the documents on the starter; a metadata file beside the pictures, as there."""
+    return ["--dataset_base_path", str(dataset), "--dataset_metadata_path", str(dataset / "metadata.csv"), "--max_pixels", "16384",
+            "--dataset_repeat", "2", "--model_id_with_origin_paths", STARTER, "--learning_rate", "1e-4", "--num_epochs", "5",
+            "--remove_prefix_in_ckpt", "pipe.dit.", "--output_path", "./models/train/my_lora", "--lora_base_model", "dit",
+            "--lora_target_modules", TARGETS, "--lora_rank", "32", "--use_gradient_checkpointing", "--dataset_num_workers", "2",
+            "--find_unused_parameters"]  # fmt: skip
+
+
+@pytest.fixture
+def table(tmp_path: Path, pictures: Path) -> Path:
+    import shutil
+
+    folder = tmp_path / "set"
+    shutil.copytree(pictures, folder, ignore=shutil.ignore_patterns("*.txt", "3.*", "4.*"))
+    (folder / "metadata.csv").write_text('image,prompt\n0.png,a ball\n1.png,"a ball, small"\n2.png,a big ball\n')
+    return folder
+
+
+def test_the_documented_command_killed_and_gone_on_with_is_the_uninterrupted(launch, data, table: Path):
+    out = data.root / "models" / "train" / "my_lora"
+    command = [*LAUNCH, "-m", "backend.training", *documented(table), "--save_dtype", "float32"]
+    child = launch(command)
+    wait_for_step(out, 8, child)  # one epoch of six steps is saved
+    for process in [*child.children(recursive=True), child]:
+        process.send_signal(signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
+    child.wait(20)
+    assert [path.name for path in out.glob("epoch-*")] == ["epoch-0.safetensors"]
+    assert load_file(out / "epoch-0.safetensors")
+    child = launch([*command, "--resume_from_checkpoint", "latest"])
+    assert child.wait(600) == 0, log(data, 1)
+    assert steps(out)[-1] == 30
+    assert sorted(path.name for path in out.glob("epoch-*")) == [f"epoch-{number}.safetensors" for number in range(5)]
+    whole = data.root / "models" / "train" / "whole"
+    child = launch([*command, "--output_path", str(whole)])
+    assert child.wait(600) == 0, log(data, 2)
+    one, two = load_file(out / "epoch-4.safetensors"), load_file(whole / "epoch-4.safetensors")
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_the_result_is_taken_by_the_python_pipeline(launch, data, table: Path):
+    from backend.engine import lora
+    from backend.engine.load import load_part
+    from backend.schema.training import ModelSection
+    from backend.training.base import find_base
+
+    command = [sys.executable, "-m", "backend.training", *documented(table), "--max_steps", "1"]
+    assert launch(command).wait(300) == 0, log(data)
+    base = find_base(ModelSection())
+    dit = load_part(base.spec.parts["dit"], dtype=torch.float32)
+    receipt = lora.load(dit, data.root / "models" / "train" / "my_lora" / "step-1.safetensors")
+    assert receipt.layers_applied == receipt.layers_found > 0 and not receipt.unused
+
+
+def test_two_processes_train_as_one_with_twice_the_turns(launch, data, tiny_qwen: Path, pictures: Path):
+    flags = ["--model", str(tiny_qwen), "--dataset_base_path", str(pictures), "--max_pixels", "4096", "--max_steps", "4",
+             "--trainable_models", "dit,text_encoder", "--customized_optimizer", "muon", "--mixed_precision", "no",
+             "--learning_rate", "1e-3", "--save_dtype", "float32"]  # fmt: skip
+    two, one = data.root / "two", data.root / "one"
+    several = [
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+    ]
+    child = launch([*LAUNCH, *several, "-m", "backend.training", *flags, "--output_path", str(two)])
+    assert child.wait(600) == 0, log(data)
+    child = launch(
+        [
+            sys.executable,
+            "-m",
+            "backend.training",
+            *flags,
+            "--output_path",
+            str(one),
+            "--gradient_accumulation_steps",
+            "2",
+        ]
+    )
+    assert child.wait(600) == 0, log(data, 1)
+    losses = [
+        [
+            json.loads(line)["loss"]
+            for line in (run / "events.jsonl").read_text().splitlines()
+            if '"event": "step"' in line
+        ]
+        for run in (two, one)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    first, second = (load_file(next(run.glob("*.safetensors"))) for run in (two, one))
+    assert all(torch.allclose(first[name], second[name], rtol=1e-3, atol=1e-5) for name in first)
+
+
+def test_a_failing_process_ends_all_and_says_why_once(launch, data, tiny_qwen: Path, tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    several = [
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+    ]
+    child = launch([*LAUNCH, *several, "-m", "backend.training", "--model", str(tiny_qwen), "--dataset_base_path",
+                    str(tmp_path / "empty"), "--output_path", str(data.root / "run")])  # fmt: skip
+    assert child.wait(300) != 0
+    said = [json.loads(line) for line in (data.root / "run" / "events.jsonl").read_text().splitlines()]
+    assert [event["kind"] for event in said if event["event"] == "trouble"] == ["empty_dataset"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM to catch")
+def test_a_polite_end_saves_first(launch, data, tiny_qwen: Path, pictures: Path):
+    out = data.root / "run"
+    child = launch([sys.executable, "-m", "backend.training", "--model", str(tiny_qwen), "--dataset_base_path", str(pictures),
+                    "--max_pixels", "4096", "--max_steps", "100000", "--save_steps", "100000", "--output_path", str(out)])  # fmt: skip
+    wait_for_step(out, 2, child)
+    child.terminate()
+    assert child.wait(120) == 0, log(data)
+    last = json.loads((out / "events.jsonl").read_text().splitlines()[-1])
+    assert (last["event"], last["reason"]) == ("finished", "stopped")
+    assert (out / f"step-{last['step']}.safetensors").is_file()
+    record = json.loads((out / "process.json").read_text())
+    assert record["pid"] == child.pid
+
+
+def test_what_is_wrong_is_said_before_torch_is_loaded(launch, data):
+    began = time.monotonic()
+    child = launch([sys.executable, "-X", "importtime", "-m", "backend.training", "--nonsense", "1"])
+    assert child.wait(60) == 2
+    assert "--nonsense" in log(data) and "| torch\n" not in log(data)
+    assert time.monotonic() - began < 60

@@ -1,0 +1,166 @@
+"""Datasets as people have them: folders and tables, odd encodings, broken pictures, nothing at all."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+from PIL import Image
+
+from backend.schema.messages import Trouble
+from backend.schema.training import DatasetSection
+from backend.training.captions import drawn, lines_of, with_trigger
+from backend.training.dataset import read_dataset
+
+
+def picture(path: Path, size: tuple[int, int] = (32, 24), colour: str = "red") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, colour).save(path)
+    return path
+
+
+def read(folder: Path, **settings):
+    index = settings.pop("index", None)
+    return read_dataset(replace(DatasetSection(), dataset_base_path=str(folder), **settings), index=index)
+
+
+def test_a_folder_of_pictures_with_captions(tmp_path: Path):
+    picture(tmp_path / "b.png").with_suffix(".txt").write_text("a red square\n", encoding="utf-8")
+    picture(tmp_path / "inner" / "a.jpg", (40, 20))
+    picture(tmp_path / ".hidden" / "c.png")
+    data = read(tmp_path)
+    assert [(item.path.name, item.captions, item.width, item.height) for item in data.items] == [
+        ("b.png", ("a red square",), 32, 24),
+        ("a.jpg", ("",), 40, 20),
+    ]
+    assert data.notes == (f"1 of 2 pictures in {tmp_path.name} have no caption.",)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "text"),
+    [("utf-8", "ein grüner Würfel"), ("utf-8-sig", "ein grüner Würfel"), ("utf-16", "ein grüner Würfel"),
+     ("cp1252", "ein grüner Würfel"), ("gb18030", "一只红色的猫坐在桌子上"), ("utf-16-le", "ein grüner Würfel")],
+)  # fmt: skip
+def test_captions_in_other_encodings_are_read_and_the_encoding_said(tmp_path: Path, encoding: str, text: str):
+    picture(tmp_path / "a.png").with_suffix(".txt").write_bytes(text.encode(encoding))
+    data = read(tmp_path)
+    assert data.items[0].captions == (text,)
+    said = [note for note in data.notes if "a.txt" in note]
+    assert said == ([] if encoding.startswith("utf-8") else [f"a.txt was read as {encoding}."])
+
+
+def test_csv_json_and_jsonl_say_the_same(tmp_path: Path):
+    picture(tmp_path / "a.png")
+    picture(tmp_path / "b.png")
+    rows = [{"image": "a.png", "prompt": 'one, "two"'}, {"image": "b.png", "prompt": "drei\nvier"}]
+    (tmp_path / "m.json").write_text(json.dumps(rows), encoding="utf-8")
+    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    (tmp_path / "m.csv").write_text('image,prompt\na.png,"one, ""two"""\nb.png,"drei\nvier"\n', encoding="utf-16")
+    read_as = {
+        kind: [item.captions for item in read(tmp_path, dataset_metadata_path=str(tmp_path / f"m.{kind}")).items]
+        for kind in ("csv", "json", "jsonl")
+    }
+    assert read_as["csv"] == read_as["json"] == read_as["jsonl"] == [('one, "two"',), ("drei\nvier",)]
+
+
+def test_a_prompt_may_be_a_list_of_which_one_is_drawn(tmp_path: Path):
+    picture(tmp_path / "a.png")
+    (tmp_path / "m.json").write_text(json.dumps([{"image": "a.png", "prompt": ["one", "two"]}]))
+    item = read(tmp_path, dataset_metadata_path=str(tmp_path / "m.json")).items[0]
+    seen = {drawn(item.captions, Random(number), dropout=0.0, shuffle=False) for number in range(20)}
+    assert seen == {"one", "two"}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[]", "holds no rows"),
+        ("{", "cannot be read"),
+        ('[{"file": "a.png", "prompt": "x"}]', "its columns are file, prompt"),
+        ('[{"image": "a.png"}]', "no column `prompt`"),
+        ('[{"image": "gone.png", "prompt": "x"}]', "gone.png does not exist"),
+        ('[{"image": "a.png", "prompt": 3}]', "neither text nor a list"),
+    ],
+)
+def test_what_is_wrong_with_a_table_is_said(tmp_path: Path, content: str, words: str):
+    picture(tmp_path / "a.png")
+    (tmp_path / "m.json").write_text(content)
+    with pytest.raises(Trouble) as caught:
+        read(tmp_path, dataset_metadata_path=str(tmp_path / "m.json"))
+    assert words in str(caught.value)
+
+
+def test_an_empty_and_a_missing_folder_are_said_apart(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("only words")
+    with pytest.raises(Trouble) as empty:
+        read(tmp_path)
+    with pytest.raises(Trouble) as missing:
+        read(tmp_path / "nowhere")
+    assert (empty.value.kind, missing.value.kind) == ("empty_dataset", "missing_file")
+    assert str(tmp_path) in empty.value.message
+
+
+def test_a_broken_picture_is_named_and_left_out_only_when_asked(tmp_path: Path):
+    picture(tmp_path / "a.png")
+    (tmp_path / "b.png").write_bytes(b"not a picture")
+    with pytest.raises(Trouble) as caught:
+        read(tmp_path)
+    assert caught.value.kind == "broken_picture" and "b.png" in caught.value.message
+    data = read(tmp_path, skip_broken_pictures=True)
+    assert [item.path.name for item in data.items] == ["a.png"]
+    assert any("b.png" in note for note in data.notes)
+
+
+def test_several_folders_have_weights(tmp_path: Path):
+    picture(tmp_path / "one" / "a.png")
+    picture(tmp_path / "two" / "b.png")
+    both = f"{tmp_path / 'one'},{tmp_path / 'two'}"
+    data = read_dataset(replace(DatasetSection(), dataset_base_path=both, dataset_weights="1,2.5"))
+    assert [item.weight for item in data.items] == [1.0, 2.5]
+    with pytest.raises(Trouble):
+        read_dataset(replace(DatasetSection(), dataset_base_path=both, dataset_weights="1"))
+
+
+def test_sizes_are_remembered_until_a_file_changes(tmp_path: Path):
+    index = tmp_path / "cache" / "index.json"
+    path = picture(tmp_path / "set" / "a.png")
+    first = read(tmp_path / "set", index=index)
+    stored = json.loads(index.read_text())
+    entry = stored[str(path)]
+    entry[2] = 999  # what an index remembers is used as it is ...
+    index.write_text(json.dumps(stored))
+    assert read(tmp_path / "set", index=index).items[0].width == 999
+    picture(path, (50, 24), "blue")  # ... until the file is another
+    again = read(tmp_path / "set", index=index).items[0]
+    assert (again.width, first.items[0].width) == (50, 32)
+    assert again.digest != first.items[0].digest
+
+
+def test_masks_beside_pictures_are_no_pictures(tmp_path: Path):
+    picture(tmp_path / "a.png")
+    mask = picture(tmp_path / "a.mask.png")
+    picture(tmp_path / "b.png")
+    items = read(tmp_path, masked_loss="file").items
+    assert [item.mask for item in items] == [mask, None]
+
+
+def test_trigger_words_dropout_and_shuffle(tmp_path: Path):
+    assert with_trigger("on a table", "zubi") == "zubi, on a table"
+    assert with_trigger("a small Zubi", "zubi") == "a small Zubi"
+    assert with_trigger("", "zubi") == "zubi"
+    random = Random(0)
+    some = [drawn(("a, b, c, d",), random, dropout=0.5, shuffle=True) for _ in range(400)]
+    empty = sum(not caption.strip() for caption in some)
+    assert 150 < empty < 250 and {caption for caption in some if not caption.strip()} == {"", " "}
+    full = {caption for caption in some if caption.strip()}
+    assert len(full) == 6 and all(caption.startswith("a,") for caption in full)
+
+
+def test_prompts_are_lines_or_a_file_of_lines(tmp_path: Path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\n\n two \n", encoding="utf-16")
+    assert lines_of(str(file)) == lines_of("one\ntwo") == ["one", "two"]
+    assert lines_of("a picture of readme.txt") == ["a picture of readme.txt"]

@@ -1,0 +1,119 @@
+"""The ways to need less memory: each gives the gradients and results of the plain way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file  # noqa: E402
+
+from backend.training import offload  # noqa: E402
+
+pytestmark = pytest.mark.torch
+BASE = ("--max_steps", 3, "--save_dtype", "float32", "--height", 32, "--width", 32)
+
+
+def weights(run: Path) -> torch.Tensor:
+    found = load_file(run / "checkpoints" / "step-000003" / "weights.safetensors")
+    return torch.cat([tensor.flatten() for _, tensor in sorted(found.items())])
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return tmp_path_factory.mktemp("plain")
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.dropout = torch.nn.Linear(8, 8), torch.nn.Dropout(0.3)
+
+    def forward(self, x, y, scale):
+        return self.dropout(torch.tanh(self.linear(x)) * scale), y + x
+
+
+@pytest.mark.parametrize("casting", [False, True])
+def test_recomputed_blocks_have_the_gradients_of_plain_ones(casting: bool):
+    found = []
+    for again in (lambda block, *values: block(*values), offload.recompute):
+        torch.manual_seed(0)
+        blocks = [Block(), Block()]
+        x, y = torch.randn(4, 8), torch.randn(4, 8)
+        with torch.autocast("cpu", torch.bfloat16, enabled=casting):
+            for block in blocks:
+                x, y = again(block, x, y, 0.5)
+            ((x * y).sum() + y.mean()).backward()
+        found.append([weight.grad for block in blocks for weight in block.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_checkpointing_and_its_offload_change_nothing(run_training, tmp_path: Path):
+    assert run_training(tmp_path / "plain", *BASE) == 0
+    for flag in ("--use_gradient_checkpointing", "--use_gradient_checkpointing_offload"):
+        assert run_training(tmp_path / flag, *BASE, flag) == 0
+        torch.testing.assert_close(weights(tmp_path / flag), weights(tmp_path / "plain"), rtol=0, atol=1e-6)
+
+
+def test_frozen_parts_in_the_file_change_nothing(run_training, tmp_path: Path):
+    flags = ("--enable_model_cpu_offload", "--initialize_model_on_cpu", "--no-data_cache")
+    assert run_training(tmp_path / "plain", *BASE) == 0
+    assert run_training(tmp_path / "away", *BASE, *flags, "--use_gradient_checkpointing") == 0
+    torch.testing.assert_close(weights(tmp_path / "away"), weights(tmp_path / "plain"), rtol=0, atol=1e-4)
+
+
+def test_fp8_base_is_near_the_full_one(run_training, events, tmp_path: Path):
+    flags = ("--fp8_models", "dit,text_encoder", "--no-data_cache")
+    assert run_training(tmp_path / "plain", *BASE) == 0
+    assert run_training(tmp_path / "fp8", *BASE, *flags) == 0
+    losses = [
+        [event["loss"] for event in events(tmp_path / run) if event["event"] == "step"] for run in ("plain", "fp8")
+    ]
+    assert losses[0] != losses[1]
+    assert all(abs(one - other) < 0.05 * one for one, other in zip(*losses, strict=True))
+    one, other = weights(tmp_path / "plain"), weights(tmp_path / "fp8")
+    assert float(torch.nn.functional.cosine_similarity(one, other, dim=0)) > 0.9
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--fp8_models", "unet"), "names 'unet', which is no part of this model"),
+        (("--fp8_models", "dit", "--trainable_models", "dit"), "cannot be kept in FP8"),
+        (("--fp8_models", "dit", "--lora_algorithm", "dora"), "DoRA needs the weights"),
+    ],
+)
+def test_what_cannot_be_kept_so_is_refused(run_training, tmp_path: Path, capsys, flags, words):
+    assert run_training(tmp_path / "run", *BASE, *flags) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_entries_of_the_command_line_name_parts(run_training, tmp_path: Path, tiny_qwen: Path, capsys):
+    import json
+
+    files = [str(tiny_qwen / folder / name) for folder, name in (
+        ("transformer", "diffusion_pytorch_model.safetensors"), ("text_encoder", "model.safetensors"),
+        ("vae", "diffusion_pytorch_model.safetensors"))]  # fmt: skip
+    paths = json.dumps(files)
+    assert run_training(tmp_path / "a", *BASE, "--model_paths", paths, "--fp8_models", files[0], model=None) == 0
+    assert (
+        run_training(tmp_path / "b", *BASE, "--model_paths", paths, "--fp8_models", "nonsense.safetensors", model=None)
+        == 2
+    )
+    assert "names 'nonsense.safetensors'" in capsys.readouterr().err
+
+
+def test_a_try_says_the_peaks_and_changes_nothing(run_training, events, tmp_path: Path):
+    assert run_training(tmp_path / "plain", *BASE, "--sample_prompts", "a ball", "--sample_inference_steps", 1) == 0
+    assert (
+        run_training(
+            tmp_path / "tried", *BASE, "--sample_prompts", "a ball", "--sample_inference_steps", 1, "--preflight"
+        )
+        == 0
+    )
+    assert torch.equal(weights(tmp_path / "plain"), weights(tmp_path / "tried"))
+    said = next(event for event in events(tmp_path / "tried") if event.get("phase") == "preflight")
+    assert all(said[f"{name}_bytes"] > 2**26 for name in ("step", "sample", "save"))
+    assert not list((tmp_path / "tried").glob(".preflight*"))

@@ -1,0 +1,112 @@
+"""Training in two stages, drawing in fewer steps, learning a difference, other kinds of adapter, masks and validation."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from PIL import Image  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+pytestmark = pytest.mark.torch
+BASE = ("--max_steps", 2, "--save_dtype", "float32", "--height", 32, "--width", 32)
+
+
+def test_two_stages_give_what_one_gives(run_training, tmp_path: Path, tiny_qwen: Path):
+    flags = (*BASE, "--caption_dropout", 0.3, "--flip", "--trigger_word", "zubi")
+    assert run_training(tmp_path / "one", *flags) == 0
+    assert run_training(tmp_path / "data", *flags, "--task", "sft:data_process") == 0
+    alone = tmp_path / "only_dit"  # the second stage needs no encoder and no pictures
+    alone.mkdir()
+    for name in ("transformer", "tokenizer", "scheduler"):
+        shutil.copytree(tiny_qwen / name, alone / name)
+    assert run_training(tmp_path / "two", *flags, "--task", "sft:train", model=alone, dataset=tmp_path / "data") == 0
+    one, two = load_file(tmp_path / "one" / "step-2.safetensors"), load_file(tmp_path / "two" / "step-2.safetensors")
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_the_second_stage_says_what_it_lacks(run_training, tmp_path: Path, pictures: Path, capsys):
+    assert run_training(tmp_path / "run", *BASE, "--task", "sft:train") == 2
+    assert "holds no encodings" in capsys.readouterr().err
+
+
+def test_a_student_learns_to_draw_the_teachers_picture(run_training, events, tmp_path: Path):
+    folder = tmp_path / "drawn"
+    folder.mkdir()
+    Image.new("RGB", (32, 32), (200, 60, 60)).save(folder / "a.png")
+    (folder / "m.json").write_text(json.dumps([{"image": "a.png", "prompt": "a ball", "seed": 7}]))
+    flags = ("--dataset_metadata_path", folder / "m.json", "--task", "direct_distill", "--distill_steps", 2, "--max_steps", 12,
+             "--dataset_repeat", 12, "--learning_rate", 0.01)  # fmt: skip
+    assert run_training(tmp_path / "run", *flags, dataset=folder) == 0
+    losses = [event["loss"] for event in events(tmp_path / "run") if event["event"] == "step"]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_a_preset_lora_is_in_the_base_and_not_in_the_result(run_training, events, tmp_path: Path):
+    assert run_training(tmp_path / "first", *BASE, "--learning_rate", 0.05) == 0
+    preset = tmp_path / "first" / "step-2.safetensors"
+    assert run_training(tmp_path / "plain", *BASE) == 0
+    assert run_training(tmp_path / "second", *BASE, "--preset_lora_path", preset, "--preset_lora_model", "dit") == 0
+    losses = [
+        [event["loss"] for event in events(tmp_path / run) if event["event"] == "step"] for run in ("plain", "second")
+    ]
+    assert losses[0][0] != losses[1][0]
+    first = load_file(tmp_path / "second" / "checkpoints" / "step-000002" / "weights.safetensors")
+    assert all("lora_" in name for name in first)
+
+
+@pytest.mark.parametrize("kind", ["dora", "rslora", "loha", "lokr", "oft"])
+def test_other_adapters_are_read_back(run_training, tmp_path: Path, kind: str):
+    from backend.catalog.identify import identify_lora
+    from backend.families import FAMILIES
+
+    assert run_training(tmp_path / "run", *BASE, "--lora_algorithm", kind, "--lora_target_modules", "to_q,to_k") == 0
+    spec = identify_lora(tmp_path / "run" / "step-2.safetensors", FAMILIES)
+    assert spec.num_modules == 4
+
+
+def test_a_lora_file_can_be_gone_on_from(run_training, tmp_path: Path, capsys):
+    assert run_training(tmp_path / "first", *BASE) == 0
+    file = tmp_path / "first" / "step-2.safetensors"
+    assert run_training(tmp_path / "again", *BASE, "--lora_checkpoint", file, "--learning_rate", 0) == 0
+    one, two = load_file(file), load_file(tmp_path / "again" / "step-2.safetensors")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert run_training(tmp_path / "wrong", *BASE, "--lora_checkpoint", file, "--lora_rank", 8) == 2
+    assert "Set --lora_rank" in capsys.readouterr().err
+
+
+def test_ranks_and_alphas_by_module(run_training, tmp_path: Path):
+    flags = (
+        "--lora_target_modules",
+        r".*attn\.to_[qk]",
+        "--lora_rank_pattern",
+        '{"to_q": 2}',
+        "--lora_alpha_pattern",
+        '{"to_k": 1}',
+    )
+    assert run_training(tmp_path / "run", *BASE, *flags) == 0
+    found = load_file(tmp_path / "run" / "step-2.safetensors")
+    block = "transformer_blocks.1.attn."
+    assert found[f"{block}to_q.lora_A.weight"].shape[0] == 2 and found[f"{block}to_k.lora_A.weight"].shape[0] == 4
+    assert float(found[f"{block}to_k.alpha"]) == 1.0 and float(found[f"{block}to_q.alpha"]) == 4.0
+
+
+def test_masks_and_validation(run_training, events, tmp_path: Path, pictures: Path):
+    shutil.copytree(pictures, tmp_path / "set")
+    Image.new("L", (64, 64), 0).save(tmp_path / "set" / "0.mask.png")
+    flags = ("--masked_loss", "file", "--mask_floor", 0.0, "--validation_split", 0.4, "--validation_every", 1)
+    assert run_training(tmp_path / "run", *BASE, *flags, dataset=tmp_path / "set") == 0
+    losses = [event["loss"] for event in events(tmp_path / "run") if event["event"] == "validation"]
+    assert len(losses) == 2 and all(0 < loss < 100 for loss in losses)
+    facts = json.loads((tmp_path / "run" / "checkpoints" / "step-000002" / "state.json").read_text())["facts"]
+    assert facts["processes"] == 1
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "adafactor", "lion", "torch.optim.RMSprop"])
+def test_optimizers_by_name(run_training, tmp_path: Path, optimizer: str):
+    assert run_training(tmp_path / "run", *BASE, "--customized_optimizer", optimizer) == 0
