@@ -137,10 +137,12 @@ def _take_resumed(journal: Journal, values: dict) -> None:
 
 
 def _take_phase(journal: Journal, values: dict) -> None:
+    journal.finished = None  # it goes on
     journal.phase = Phase(str(values.get("name", "")), _whole(values.get("done")), _whole(values.get("total")))
 
 
 def _take_step(journal: Journal, values: dict) -> None:
+    journal.finished = None
     journal.step = _whole(values.get("step"))
     journal.total_steps = _whole(values.get("total_steps")) or journal.total_steps
     journal.epoch = _whole(values.get("epoch")) or journal.epoch

@@ -95,13 +95,14 @@ def _make_folder(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: 
     from backend.training.files import write_text
 
     folder.mkdir(parents=True, exist_ok=True)
-    if not by_flags:
+    if os.environ.get("LOFT_MARK"):  # the studio has started this and keeps the record itself
         return
-    if not config.output.resume_from_checkpoint:
-        _set_aside(folder)
+    if by_flags:
+        if not config.output.resume_from_checkpoint:
+            _set_aside(folder)
+        write_text(folder / "config.json", to_file_text(config))
     (folder / "stop").unlink(missing_ok=True)
-    write_text(folder / "config.json", to_file_text(config))
-    write_text(folder / "process.json", _process_text(argv))
+    write_text(folder / "process.json", _process_text(argv, folder))
 
 
 def _set_aside(folder: Path) -> None:
@@ -114,7 +115,7 @@ def _set_aside(folder: Path) -> None:
             (folder / name).rename(folder / f"{name}.before-{stamp}")
 
 
-def _process_text(argv: list[str]) -> str:
+def _process_text(argv: list[str], folder: Path) -> str:
     import json
 
     import psutil
@@ -124,6 +125,8 @@ def _process_text(argv: list[str]) -> str:
         parent = own.parent()
         own = parent if parent is not None else own
     record = {"pid": own.pid, "created": own.create_time(), "argv": [sys.executable, "-m", "backend.training", *argv]}
+    events = folder / "events.jsonl"
+    record["events_at"] = events.stat().st_size if events.exists() else 0  # what stands before is of an earlier life
     return json.dumps(record, ensure_ascii=False) + "\n"
 
 
