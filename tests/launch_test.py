@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 import launch
-from backend.host import environment, processes, runs
+from backend.host import claim, environment, processes, runs
 from backend.schema import access
 from backend.schema.knobs import from_values
 from backend.schema.messages import Trouble
@@ -414,6 +414,11 @@ def test_a_killed_studio_leaves_its_run_and_the_next_one_ends_it(launched):
     assert again.processes() == [] and runs.read(folder).status == "stopped"
 
 
-def test_a_studio_that_cannot_start_is_said(launched):
-    studio = launched("--root-path", "\0")
-    assert studio.wait() != 0
+def test_a_second_studio_on_the_same_data_is_refused(launched, tmp_path):
+    (tmp_path / "data").mkdir()
+    claim.claim(Places(tmp_path / "data"), port=7999)  # this very process plays the first
+    studio = launched()
+    assert studio.wait() == 2
+    assert "Loft is open already on" in studio.said() and "port 7999" in studio.said()
+    assert "The studio could not start (exit code 2); what it said is above." in studio.said()
+    assert "Traceback" not in studio.said()
