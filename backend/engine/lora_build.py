@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -55,6 +56,11 @@ PAIRS = (  # (role, partner, how people call it): one without the other is half 
 )
 
 
+def _finite(tensor: torch.Tensor) -> bool:
+    """A sum of finite numbers is finite unless it overflows, and takes a quarter of the time of looking at each."""
+    return math.isfinite(float(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())
+
+
 @dataclass
 class Module:
     """One module of a LoRA file on its way into changes: its tensors, whose module it is, what it acts on."""
@@ -77,7 +83,7 @@ class Module:
         """The tensor of a role; finite, or Trouble("not_finite")."""
         key = self.roles[role]
         tensor = self.source.read(key)
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if tensor.is_floating_point() and not _finite(tensor):
             raise Trouble(
                 "not_finite",
                 f"{self.source.name}: {key} holds NaN or infinite numbers.",

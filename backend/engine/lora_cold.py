@@ -5,6 +5,8 @@ The change is computed and added in float32 and rounded once to the weight's dty
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import nn
 
@@ -35,13 +37,43 @@ def fuse(weight: torch.Tensor, change: Change, strength: float, base: torch.Tens
 def _add_low_rank(weight: torch.Tensor, body: LowRank, strength: float) -> None:
     scale = strength * body.scale
     flat = weight.view(weight.shape[0], -1) if weight.ndim > 1 else weight.view(-1, 1)
-    up = body.up.to(weight.device, torch.float32)
-    down = body.down.flatten(1).to(weight.device, torch.float32)
+    up, down = body.up.to(weight.device), body.down.flatten(1).to(weight.device)
     if weight.dtype == torch.float32:
-        flat.addmm_(up, down, alpha=scale)
-        return
-    rows = max(1, STRIP // flat.shape[1]) if weight.device.type == "cpu" else flat.shape[0]
-    strip = torch.empty(min(rows, flat.shape[0]), flat.shape[1], dtype=torch.float32, device=weight.device)
+        flat.addmm_(up.float(), down.float(), alpha=scale)
+    elif weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and _has_bf16_products():
+        flat.addmm_(*_in_bf16(up, down), alpha=scale)
+    else:
+        _add_in_strips(flat, up.float(), down.float(), scale)
+
+
+@cache
+def _has_bf16_products() -> bool:
+    """Whether this processor multiplies bfloat16 and sums in float32, which gives the float32 product rounded once."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _in_bf16(up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors in bfloat16 with the same product to float32's accuracy: those of more digits are sums of up to three of fewer."""
+    if up.dtype == down.dtype == torch.bfloat16:
+        return up, down
+    ups, downs = _digits(up), _digits(down)
+    pairs = [(a, b) for i, a in enumerate(ups) for j, b in enumerate(downs) if i + j < 3]
+    return torch.cat([a for a, _ in pairs], dim=1), torch.cat([b for _, b in pairs])
+
+
+def _digits(values: torch.Tensor) -> list[torch.Tensor]:
+    """bfloat16 tensors whose sum is `values`: one for bfloat16 (8 bits), two for float16 (11), three for float32 (24)."""
+    count = {torch.bfloat16: 1, torch.float16: 2}.get(values.dtype, 3)
+    rest, found = values.float(), []
+    for _ in range(count):
+        found.append(rest.to(torch.bfloat16))
+        rest = rest - found[-1].float()
+    return found
+
+
+def _add_in_strips(flat: torch.Tensor, up: torch.Tensor, down: torch.Tensor, scale: float) -> None:
+    rows = max(1, STRIP // flat.shape[1]) if flat.device.type == "cpu" else flat.shape[0]
+    strip = torch.empty(min(rows, flat.shape[0]), flat.shape[1], dtype=torch.float32, device=flat.device)
     for start in range(0, flat.shape[0], rows):
         target = flat[start : start + rows]
         part = strip[: target.shape[0]]
