@@ -64,7 +64,7 @@ class DatasetSection:
     )
     dataset_num_workers: int = knob(
         0,
-        help="Processes that read and prepare pictures while the cache is filled; 0 does it in the trainer itself.",
+        help="Threads that read and prepare pictures while encodings are made; 0 is one.",
         low=0,
         high=64,
         level="advanced",

@@ -63,7 +63,9 @@ def _with_output(config: TrainingConfig, **changes) -> TrainingConfig:
 def run_in(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[str]) -> int:
     from backend.training.reporter import Reporter
 
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait halve the speed of a busy machine
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "PASSIVE"
+    )  # threads that spin while they wait halve the speed of a busy machine
     rank = int(os.environ.get("RANK", "0"))
     reporter = Reporter(folder, silent=rank != 0, table=config.output.enable_csv_log)
     try:
@@ -173,7 +175,7 @@ def _process_data(config: TrainingConfig, accelerator, reporter, index: Path) ->
     from backend.training.setup import make_loader, make_source
 
     output = Path(config.output.output_path)
-    load = make_loader(config, accelerator.device)
+    load = make_loader(config, accelerator)
     source = make_source(config, load, accelerator, reporter, index=index, into=output)
     if accelerator.is_main_process:
         stored.write(output, source, load.base)

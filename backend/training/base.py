@@ -5,18 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
+from backend.catalog import beside
+from backend.catalog.download import find_model, resolve
 from backend.catalog.identify import identify_files, identify_model
 from backend.catalog.spec import ModelSpec
 from backend.engine.load import load_part
 from backend.families import FAMILIES, by_name
 from backend.schema.messages import Trouble
-from backend.schema.places import ASSETS, places
 from backend.schema.vram import VramConfig
 from backend.training import frozen
 
@@ -33,51 +34,34 @@ class Base:
 
 
 def find_base(section) -> Base:
-    """The model that a config's `model` section names. Raises Trouble where files are missing or not recognised."""
+    """The model that a config's `model` section names; missing files of an id are downloaded. Raises Trouble."""
     entries = _entries(section)
     if not entries:
-        spec = identify_model(_model_folder(section.model), FAMILIES)
+        spec = identify_model(find_model(section.model), FAMILIES)
         return Base(spec=spec, family=by_name(spec.family))
     spec = identify_files(list(entries.values()), FAMILIES)
-    spec = _with_neighbours(spec)
+    family = by_name(spec.family)
     named = {}
     for part in spec.parts.values():
         named[part.name] = next((entry for entry, paths in entries.items() if set(part.files) <= set(paths)), "")
-    return Base(spec=spec, family=by_name(spec.family), entries=named)
-
-
-def _with_neighbours(spec: ModelSpec) -> ModelSpec:
-    """Adds the tokenizer and the schedule that lie beside parts that were named one by one."""
-    for part in spec.parts.values():
-        root = part.files[0].parent.parent
-        schedule = root / "scheduler" / "scheduler_config.json"
-        if (root / "tokenizer").is_dir():
-            known = json.loads(schedule.read_text(encoding="utf-8")) if schedule.is_file() else spec.scheduler
-            return replace(spec, tokenizer=spec.tokenizer or root / "tokenizer", scheduler=known)
-    return spec
+    return Base(spec=beside.completed(spec, family), family=family, entries=named)
 
 
 def tokenizer_folder(section, base: Base) -> Path | None:
     """The tokenizer that the config names, or the one beside the model."""
     if not section.tokenizer_path:
         return base.spec.tokenizer
-    if ":" in section.tokenizer_path and not Path(section.tokenizer_path).exists():
-        model, _, pattern = section.tokenizer_path.rpartition(":")
-        return _model_folder(model) / pattern
-    return Path(section.tokenizer_path)
+    if Path(section.tokenizer_path).exists() or ":" not in section.tokenizer_path:
+        return Path(section.tokenizer_path)
+    model, _, pattern = section.tokenizer_path.rpartition(":")
+    return resolve(model, pattern)[0]
 
 
 def _entries(section) -> dict[str, list[Path]]:
     """What was written for a model's files -> those files."""
     entries: dict[str, list[Path]] = {}
-    if section.model_paths:
-        try:
-            listed = json.loads(section.model_paths)
-        except ValueError as error:
-            raise Trouble("bad_value", f"Model paths (--model_paths) are not JSON: {error}.") from None
-        for entry in [listed] if isinstance(listed, str) else listed:
-            shards = [entry] if isinstance(entry, str) else entry
-            entries[",".join(shards)] = [file for shard in shards for file in _files(Path(shard))]
+    for shards in listed_paths(section.model_paths):
+        entries[",".join(shards)] = [file for shard in shards for file in _files(Path(shard))]
     for entry in (section.model_id_with_origin_paths or "").split(","):
         if not entry.strip():
             continue
@@ -87,12 +71,25 @@ def _entries(section) -> dict[str, list[Path]]:
                 "bad_value", f"{entry.strip()!r} in --model_id_with_origin_paths is not `id:pattern`.",
                 hint='For example "loft/starter:transformer/*.safetensors".',
             )  # fmt: skip
-        folder = _model_folder(model)
-        found = sorted(folder.glob(pattern))
-        if not found:
-            raise Trouble("missing_file", f"{model} has no file {pattern} in {folder}.", hint="Check the pattern.")
-        entries[entry.strip()] = found
+        entries[entry.strip()] = resolve(model, pattern)
     return entries
+
+
+def listed_paths(text: str | None) -> list[list[str]]:
+    """`--model_paths`: a JSON list of files, or of lists of shards; one file alone may stand without brackets."""
+    if not text:
+        return []
+    try:
+        listed = json.loads(text) if text.lstrip().startswith(("[", '"')) else [text]
+        groups = [
+            [entry] if isinstance(entry, str) else list(entry)
+            for entry in ([listed] if isinstance(listed, str) else listed)
+        ]
+        if all(isinstance(shard, str) for group in groups for shard in group):
+            return groups
+    except (ValueError, TypeError):
+        pass
+    raise Trouble("bad_value", f"Model paths (--model_paths) are {text!r}, not a JSON list of files.")
 
 
 def _files(path: Path) -> list[Path]:
@@ -101,14 +98,6 @@ def _files(path: Path) -> list[Path]:
     if not path.is_file():
         raise Trouble("missing_file", f"There is no model file {path}.", hint="Check --model_paths.")
     return [path]
-
-
-def _model_folder(model: str) -> Path:
-    """The folder of a model id: in the data folder, then among what ships; a path is taken as it is."""
-    for candidate in (Path(model), places().models / model, ASSETS / model.rpartition("/")[2]):
-        if candidate.exists():
-            return candidate
-    raise Trouble("missing_file", f"There is no model {model!r}.", hint=f"It was looked for in {places().models}.")
 
 
 def load_parts(

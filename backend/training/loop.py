@@ -147,7 +147,7 @@ def after_step(run: Run, step: int, pace: Pace, *, asked: bool) -> None:
     else:
         due = step % pace.per_epoch == 0
     if due or asked or last:
-        save(run, step, pace)
+        save(run, step, pace, needed=asked or last)
     every = config.samples.sample_every
     if (every and step % every == 0) or (not every and due) or last:
         draw_samples(run, step)
@@ -157,12 +157,20 @@ def after_step(run: Run, step: int, pace: Pace, *, asked: bool) -> None:
         run.reporter.event("memory", **memory())
 
 
-def save(run: Run, step: int, pace: Pace) -> None:
-    """The result, then the full state: a run that dies between the two makes the result again."""
+def save(run: Run, step: int, pace: Pace, *, needed: bool) -> None:
+    """The result, then the full state: a run that dies between the two makes the result again.
+
+    A full disk does not end a run that goes on: it is said, and the next save may find room. It does where this was `needed`.
+    """
     run.reporter.phase("saving")
     states = gather(run.accelerator, random_state())
-    if run.first:
-        _save_here(run, step, pace, states)
+    try:
+        if run.first:
+            _save_here(run, step, pace, states)
+    except Trouble as trouble:
+        if trouble.kind != "disk_full" or needed:
+            raise
+        run.reporter.trouble(trouble)
     run.accelerator.wait_for_everyone()
     run.reporter.phase("training", 1, 1)
 

@@ -179,11 +179,11 @@ def _fill_pictures(source: Source, base: Base, load: Parts, wishes: Wishes) -> N
     broken: dict[int, str] = {}
     if mine:
         parts = load(["vae"])
-        device = next(parts["vae"].parameters()).device
+        weights = next(parts["vae"].parameters())
 
         @torch.no_grad()
         def encode(pixels: torch.Tensor) -> torch.Tensor:
-            return base.family.encode_image(parts, pixels.to(device))
+            return base.family.encode_image(parts, pixels.to(weights.device, weights.dtype))
 
         broken = fill_latents(
             source.latent_store, mine, source.items, source.sizes, encode=encode,

@@ -10,7 +10,7 @@ import torch
 from backend import __version__
 from backend.schema.knobs import to_values
 from backend.training.adapters import adapter_state
-from backend.training.base import part_digest
+from backend.training.base import listed_paths, part_digest
 from backend.training.run import Run
 
 SAVE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -81,7 +81,5 @@ def _model_name(section) -> str:
     if section.model_id_with_origin_paths:
         return section.model_id_with_origin_paths.partition(":")[0]
     if section.model_paths:
-        return Path(
-            json.loads(section.model_paths)[0] if isinstance(json.loads(section.model_paths)[0], str) else "model"
-        ).stem
+        return Path(listed_paths(section.model_paths)[0][0]).stem
     return Path(section.model).name if Path(section.model).exists() else section.model

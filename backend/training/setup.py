@@ -57,7 +57,7 @@ class Loader:
 def set_up(config, folder: Path, output: Path, accelerator, reporter: Reporter, *, index: Path) -> Run:
     """Reads, loads, encodes and wraps; the run is then ready for its first step."""
     reporter.phase("loading")
-    load = make_loader(config, accelerator.device)
+    load = make_loader(config, accelerator)
     source = make_source(config, load, accelerator, reporter, index=index)
     reporter.phase("loading", 1, 2)
     learner, adapter = make_learner(config, load, source)
@@ -77,9 +77,11 @@ def set_up(config, folder: Path, output: Path, accelerator, reporter: Reporter, 
     )  # fmt: skip
 
 
-def make_loader(config, device: torch.device) -> Loader:
+def make_loader(config, accelerator) -> Loader:
     """Finds the base and decides how its parts are kept. Raises Trouble for parts that cannot train so."""
-    base, trained, part = find_base(config.model), trained_parts(config), lora_part(config)
+    with accelerator.main_process_first():  # one downloads what is missing, the others find it
+        base = find_base(config.model)
+    trained, part, device = trained_parts(config), lora_part(config), accelerator.device
     dtype = _dtype(config, device)
     _check_parts(base.spec.parts, (*trained, *([part] if part else [])), title=base.spec.title)
     kept = keeping(
