@@ -53,7 +53,7 @@ class Pipeline:
             self._load(name, (configs or {}).get(name, VramConfig()), vram_limit_bytes, on_bytes)
         modules = {name: self.parts[name] for name in spec.parts}
         self.adapters = lora.Adapters(modules, family=self.family, specs=spec.parts, families=families.FAMILIES)
-        if spec.tokenizer is not None:
+        if spec.tokenizer is not None and hasattr(self.family, "load_tokenizer"):
             self.parts["tokenizer"] = self.family.load_tokenizer(spec.tokenizer)
 
     def _load(self, name: str, config: VramConfig, vram_limit_bytes: int | None, on_bytes) -> None:
@@ -67,10 +67,8 @@ class Pipeline:
             module = load.build_meta(part)
             config = with_defaults(config, self.dtype, self.device)
             self.placements[name] = placement.place(
-                module, part, config, vram_limit_bytes=vram_limit_bytes, device=self.device
+                module, part, config, vram_limit_bytes=vram_limit_bytes, device=self.device, on_bytes=tell
             )
-            if tell:
-                tell(part.nbytes, part.nbytes)
         if hasattr(self.family, "prepare"):
             self.family.prepare(name, module)
         self.parts[name] = module
@@ -188,6 +186,12 @@ class Pipeline:
             yield self.decode(latents, tiled=tiled)
 
     def _check(self, request: GenerationRequest) -> None:
+        if not hasattr(self.family, "predict") or self.spec.variant in getattr(self.family, "NOT_DRAWN", ()):
+            raise Trouble(
+                "not_supported",
+                f"{self.spec.title} is recognised, and LoRAs for it can be worked with, but it draws no pictures here yet.",
+                hint="Choose a Qwen-Image model.",
+            )
         multiple = self.family.SIZES.multiple
         for name, value in (("Width", request.width), ("Height", request.height)):
             if value % multiple or value < multiple:

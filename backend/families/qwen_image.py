@@ -129,6 +129,7 @@ SCHEDULER = {
     "time_shift_type": "exponential",
     "use_dynamic_shifting": True,
 }
+NOT_DRAWN = ("layered",)  # variants that need more than a prompt
 SIZES = SizeRule(multiple=16, pixels=1328 * 1328)
 
 MAX_TOKENS = 512  # text tokens that condition a picture, as in diffusers' call

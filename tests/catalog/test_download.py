@@ -158,6 +158,8 @@ def test_the_clients_bring_what_is_missing_and_go_on_where_they_ended(hub, data,
         "HF_HUB_DISABLE_XET": "1",
         "HF_HOME": str(data.root / "hf"),
         "MODELSCOPE_CACHE": str(data.root / "ms"),
+        "MODELSCOPE_DOWNLOAD_MAX_RETRIES": "1",
+        "MODELSCOPE_DOWNLOAD_RETRY_MAX_DELAY_SECONDS": "1",
         "NO_PROXY": "127.0.0.1",
     }
     done = subprocess.run(
