@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+
+from backend.schema.messages import Trouble
 
 
 def write_text(path: Path, text: str) -> None:
@@ -19,3 +22,9 @@ def write_text(path: Path, text: str) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
+
+
+def not_written(what: str, error: OSError) -> Trouble:
+    """Why `what` could not be written, in a sentence."""
+    hint = "Free some space and try again." if error.errno == errno.ENOSPC else "See whether the folder may be written."
+    return Trouble("not_written", f"{what} could not be written: {error.strerror or error}.", hint=hint)

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from backend.host.files import write_text
+from backend.host.files import not_written, write_text
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest, request_from_values, request_to_values
 
@@ -31,8 +31,12 @@ def new(request: GenerationRequest) -> Waiting:
 
 
 def save(waiting: Waiting, folder: Path) -> None:
+    """Writes the file of a waiting request. Raises Trouble("not_written")."""
     values = {"id": waiting.id, "submitted_at": waiting.submitted_at, "request": request_to_values(waiting.request)}
-    write_text(folder / f"{waiting.id}.json", json.dumps(values, ensure_ascii=False, indent=2) + "\n")
+    try:
+        write_text(folder / f"{waiting.id}.json", json.dumps(values, ensure_ascii=False, indent=2) + "\n")
+    except OSError as error:
+        raise not_written("The request", error) from None
 
 
 def remove(id: str, folder: Path) -> None:

@@ -112,7 +112,7 @@ def _status(journal: Journal, lives: bool, stopping: bool, process, events_at: i
         journal.last is not None and journal.last_offset >= events_at
     )  # an event of this life, not of an earlier one
     if lives and not fresh:
-        return "starting"
+        return "stopping" if stopping else "starting"
     if fresh and journal.finished is not None:
         return "complete" if journal.finished.get("reason") == "complete" else "stopped"
     if lives:

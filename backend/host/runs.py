@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from backend.host import processes
-from backend.host.files import write_text
+from backend.host.files import not_written, write_text
 from backend.host.journal import LossSeries, Phase, Sample
 from backend.host.run import Run, file_size, forget, list_runs, live_runs, log, loss_series, read
 from backend.schema.knobs import from_file_text, to_file_text, to_flags
@@ -52,11 +52,10 @@ _starting = threading.Lock()
 
 
 def create(config: TrainingConfig, places: Places) -> Path:
-    """A new folder `runs/<date>_<time>_<name>/` with the run's `config.json`; nothing is started."""
-    places.runs.mkdir(parents=True, exist_ok=True)
+    """A new folder `runs/<date>_<time>_<name>/` with the run's `config.json`; nothing is started. Raises Trouble("not_written")."""
     making = places.runs / f".new-{secrets.token_hex(4)}"
-    making.mkdir()
     try:
+        making.mkdir(parents=True)
         write_text(making / "config.json", to_file_text(config))
         stem = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{_slug(config.output.name)}"
         for number in range(1, 1000):
@@ -71,9 +70,10 @@ def create(config: TrainingConfig, places: Places) -> Path:
                 continue
             return folder
         raise Trouble("no_name", f"There are already a thousand runs called {stem}.", hint="Choose another name.")
-    except BaseException:
-        shutil.rmtree(making, ignore_errors=True)
-        raise
+    except OSError as error:
+        raise not_written("The run's folder", error) from None
+    finally:
+        shutil.rmtree(making, ignore_errors=True)  # gone already where it got its name
 
 
 def _slug(name: str) -> str:
@@ -130,7 +130,11 @@ def start(folder: Path, *, places: Places, engine=None, argv: Sequence[str] | No
                 env=processes.child_environment(places.root),
                 mark=_mark(folder),
             )
-            write_text(folder / "process.json", processes.to_text(process, events_at=events_at))
+            try:
+                write_text(folder / "process.json", processes.to_text(process, events_at=events_at))
+            except OSError as error:  # a run that nobody could find again must not go on
+                processes.end_tree(process, grace_seconds=0, mark=_mark(folder))
+                raise not_written("The run's record", error) from None
         return process
 
 
@@ -148,7 +152,7 @@ def resume(folder: Path, *, places: Places, engine=None) -> processes.Process:
 
 def stop(folder: Path) -> None:
     """Asks the run to save and end; it does so after the step it is at."""
-    write_text(folder / "stop", "save and end\n")
+    (folder / "stop").touch()  # empty: a full disk takes that too
 
 
 def kill(folder: Path, *, grace_seconds: float = 3.0) -> bool:
