@@ -85,7 +85,7 @@ def text_options(terms: Terms, modes=("parked", "streamed")) -> list[Option]:
         for part in terms.encoders:
             held, buffers = estimate.on_card(part, parts[part.name], True, terms.work.computing)
             weights[part.name], staging = held, max(staging, buffers)
-            moved += _entering(part, parts[part.name], terms) + _passing(part, parts[part.name], terms)
+            moved += _entering(part, parts[part.name], terms)
         passes = 2 if terms.work.guidance else 1
         low, high = estimate.compute_seconds(flops * passes, terms.speed)
         ram = sum(estimate.off_card(part, parts[part.name], terms.work.computing) for part in terms.encoders)
@@ -165,16 +165,11 @@ def _filled(part: PartSizes, layout: PartLayout, working, terms: Terms, extra: i
 
 
 def _entering(part: PartSizes, layout: PartLayout, terms: Terms) -> float:
-    """Seconds to bring in what stays on the card for the phase. FP8 gains nothing here: casting eats what is moved less."""
+    """Seconds until every weight has been on the card once. FP8 gains nothing here: casting eats what is moved less."""
     if layout.mode == "resident":
         return 0.0
-    whole = replace(layout, storage=terms.work.computing)
-    nbytes = estimate.on_card(part, whole, True, terms.work.computing)[0]
-    return estimate.move_seconds(nbytes, layout.home, terms.speed)
-
-
-def _passing(part: PartSizes, layout: PartLayout, terms: Terms) -> float:
-    return estimate.move_seconds(estimate.moved_bytes(part, layout, terms.work.computing), layout.home, terms.speed)
+    computing = terms.work.computing
+    return estimate.move_seconds(part.bytes(computing, computing), layout.home, terms.speed)
 
 
 def _named(part: str, rungs: tuple[str, ...]) -> tuple[str, ...]:

@@ -185,7 +185,7 @@ def _emit(chosen: tuple[Option, ...], terms: Terms, card: Card, fits: bool, verd
 def merged(chosen: tuple[Option, ...]) -> Layout:
     """One layout of all options."""
     parts = {name: part for option in chosen for name, part in option.layout.parts.items()}
-    trained = next((one.layout for one in chosen if one.layout.state_bytes != 8.0 or one.layout.checkpointed), Layout())
+    trained = next((one.layout for one in chosen if any(phase.name == "step" for phase in one.phases)), Layout())
     return replace(trained, parts=parts, tiled=any(option.layout.tiled for option in chosen))
 
 
