@@ -131,7 +131,7 @@ def start(folder: Path, *, places: Places, engine=None, argv: Sequence[str] | No
                 mark=_mark(folder),
             )
             try:
-                write_text(folder / "process.json", processes.to_text(process, events_at=events_at))
+                write_text(folder / "process.json", processes.to_text(process, events_at=events_at, by="studio"))
             except OSError as error:  # a run that nobody could find again must not go on
                 processes.end_tree(process, grace_seconds=0, mark=_mark(folder))
                 raise not_written("The run's record", error) from None
@@ -168,7 +168,7 @@ def stop_all(places: Places, *, grace_seconds: float = 20.0, hurry: threading.Ev
 
     `hurry`, once set, ends the wait. Returns the folders. Runs that were started from a command line are left alone.
     """
-    mine = [run.folder for run in list_runs(places) if run.live and processes.marked(_mark(run.folder))]
+    mine = [run.folder for run in list_runs(places) if run.live and _is_ours(run.folder)]
     for folder in mine:
         with contextlib.suppress(OSError):  # a full disk must not keep the others from being ended
             stop(folder)
@@ -179,6 +179,11 @@ def stop_all(places: Places, *, grace_seconds: float = 20.0, hurry: threading.Ev
         with contextlib.suppress(OSError):
             kill(folder)
     return mine
+
+
+def _is_ours(folder: Path) -> bool:
+    known = processes.from_file(folder / "process.json")
+    return known is not None and known[1].get("by") == "studio"
 
 
 def discard(folder: Path, *, places: Places) -> Path:
