@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import shutil
+import sys
 import tempfile
 import uuid
 from pathlib import Path
@@ -15,6 +17,7 @@ from backend.schema.places import Places
 
 SESSION = "LOFT_TEST_SESSION"  # inherited by every process that a test starts
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+CI_SECONDS = 60 * 60
 NO_BROWSER = "no Chromium found: install it (Debian: apt-get install chromium) or name it in LOFT_CHROMIUM"
 
 _data = Path(tempfile.mkdtemp(prefix="loft-tests-"))
@@ -42,6 +45,12 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
     root.mkdir()
     monkeypatch.setenv("LOFT_DATA", str(root))
     return Places(root)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Where nobody watches, a test that hangs says where it hangs instead of taking the machine's whole time."""
+    if os.environ.get("CI"):
+        faulthandler.dump_traceback_later(CI_SECONDS, exit=True, file=sys.__stderr__)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

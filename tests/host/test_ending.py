@@ -74,7 +74,7 @@ def test_signals_ask(waiting, name):
 @pytest.fixture
 def other(data, tmp_path):
     """Another studio that has the data folder, as far as that can be seen from its process."""
-    script = f"""
+    script = """
 from backend.host.claim import claim
 from backend.schema.places import places
 import time
