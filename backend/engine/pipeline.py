@@ -102,6 +102,10 @@ class Pipeline:
         self._encodings[prompt] = {name: tensor.to(self.dtype).clone() for name, tensor in encoding.items()}
         while len(self._encodings) > KEPT_ENCODINGS:
             self._encodings.popitem(last=False)
+        if max(map(len, encoding.values())) >= self.family.MAX_TOKENS:
+            self.note(
+                f"The prompt is too long: what comes after the first {self.family.MAX_TOKENS} tokens was not read."
+            )
         return self._encodings[prompt]
 
     def forget_prompts(self) -> None:

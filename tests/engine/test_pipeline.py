@@ -44,6 +44,14 @@ def test_prompts_are_encoded_once(tiny_qwen):
     assert len(seen) == 2 and values(first).tolist() == values(again).tolist()
 
 
+def test_a_prompt_that_is_cut_is_said(tiny_qwen):
+    pipeline = load(tiny_qwen)
+    pipeline.encode_prompt("a cat " * 100)
+    assert not pipeline.notes
+    pipeline.encode_prompt("a cat and " * 400)
+    assert "512 tokens" in pipeline.notes[0]
+
+
 def test_guidance_of_one_runs_no_second_half(tiny_qwen):
     pipeline = load(tiny_qwen)
     batches = []
