@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import shutil
-import sys
 import tempfile
 import uuid
 from pathlib import Path
@@ -20,6 +19,9 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 CI_SECONDS = 60 * 60
 NO_BROWSER = "no Chromium found: install it (Debian: apt-get install chromium) or name it in LOFT_CHROMIUM"
 
+_skipped = pytest.StashKey[int]()
+_left = pytest.StashKey[list[str]]()
+_stderr = pytest.StashKey()
 _data = Path(tempfile.mkdtemp(prefix="loft-tests-"))
 os.environ.update({"LOFT_DATA": str(_data), SESSION: uuid.uuid4().hex})
 for _name in [name for name in os.environ if name.startswith("DIFFSYNTH_")]:
@@ -50,7 +52,8 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Where nobody watches, a test that hangs says where it hangs instead of taking the machine's whole time."""
     if os.environ.get("CI"):
-        faulthandler.dump_traceback_later(CI_SECONDS, exit=True, file=sys.__stderr__)
+        session.config.stash[_stderr] = open(os.dup(2), "w")  # noqa: PTH123, SIM115  # fd 2 is captured later on
+        faulthandler.dump_traceback_later(CI_SECONDS, exit=True, file=session.config.stash[_stderr])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -69,8 +72,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip_card)
 
 
-_skipped = pytest.StashKey[int]()
-_left = pytest.StashKey[list[str]]()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
