@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from backend.catalog import library
+from backend.catalog import beside, library
 from backend.catalog.spec import LoraSpec, ModelSpec
 from backend.schema.messages import Trouble
 from backend.schema.places import ASSETS
@@ -75,13 +75,12 @@ def family_of(found: Sequence[ModelSpec | Trouble], value: str, studio: Studio) 
 
 
 def request_defaults(found: Sequence[ModelSpec | Trouble], value: str, studio: Studio) -> dict[str, object]:
-    """Size, steps and guidance that suit a model. The general defaults are the starter's own."""
-    if value == STARTER:
-        return {"width": 128, "height": 128, "num_inference_steps": 12, "guidance": 3.0}
-    family = family_of(found, value, studio)
-    for module in studio.families:
-        if family == module.NAME and hasattr(module, "DEFAULTS"):
-            return dict(module.DEFAULTS.request)
+    """Size, steps and guidance that suit a model: its own where its folder says so, else its family's."""
+    for spec in found:
+        if isinstance(spec, ModelSpec) and value in (model_id(spec, studio), str(spec.path)):
+            for module in studio.families:
+                if spec.family == module.NAME:
+                    return beside.request_defaults(spec, module)
     return {}
 
 
