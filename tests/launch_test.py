@@ -74,10 +74,15 @@ def test_logins_from_a_file_and_from_words(tmp_path):
     file = tmp_path / "logins"
     file.write_text("# who may\n\nanna:s:ecret \nben: pw\n", encoding="utf-8")
     assert access.logins(str(file)) == [("anna", "s:ecret"), ("ben", " pw")]
+    assert access.logins("anna:" + "x" * 5000) == [("anna", "x" * 5000)]
+    assert access.logins("~nobody-here:pw") == [("~nobody-here", "pw")]
     assert access.logins("anna:s:ecret") == [("anna", "s:ecret")]
     assert access.logins(None) == []
     file.write_text("# nobody\n")
     with pytest.raises(Trouble, match="holds no USER:PASSWORD line"):
+        access.logins(str(file))
+    file.write_bytes(b"anna:p\xff\n")
+    with pytest.raises(Trouble, match="cannot be read as text"):
         access.logins(str(file))
     file.write_text("hunter2\n")
     with pytest.raises(Trouble) as caught:

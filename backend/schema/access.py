@@ -16,14 +16,26 @@ def logins(auth: str | None) -> list[tuple[str, str]]:
     """
     if auth is None:
         return []
-    path = Path(auth).expanduser()
-    if path.is_file():
+    path = _file(auth)
+    if path is None:
+        return [_pair(auth, "--auth")]
+    try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
-        pairs = [_pair(line, f"A line of {path}") for line in lines if line and not line.startswith("#")]
-        if not pairs:
-            raise Trouble("bad_auth", f"The file {path} holds no USER:PASSWORD line.")
-        return pairs
-    return [_pair(auth, "--auth")]
+    except (OSError, UnicodeDecodeError):
+        raise Trouble("bad_auth", f"The file {path} cannot be read as text.") from None
+    pairs = [_pair(line, f"A line of {path}") for line in lines if line and not line.startswith("#")]
+    if not pairs:
+        raise Trouble("bad_auth", f"The file {path} holds no USER:PASSWORD line.")
+    return pairs
+
+
+def _file(text: str) -> Path | None:
+    """The file that `text` names, if there is one."""
+    try:
+        path = Path(text).expanduser()
+        return path if path.is_file() else None
+    except (OSError, ValueError, RuntimeError):  # too long for a name, no such user's home
+        return None
 
 
 def _pair(text: str, where: str) -> tuple[str, str]:
