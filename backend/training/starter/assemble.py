@@ -22,6 +22,7 @@ INDEX = {
     "tokenizer": ["transformers", "Qwen2Tokenizer"],
     "transformer": ["diffusers", "QwenImageTransformer2DModel"],
     "vae": ["diffusers", "AutoencoderKLQwenImage"],
+    "_defaults": {"width": 128, "height": 128, "num_inference_steps": 12, "guidance": 3.0},  # what a request is best
 }
 
 
@@ -90,6 +91,7 @@ def install(weights: Path, base: Path, target: Path) -> None:
     Raises ValueError where a name of the file has no place in the model, or a part of the model did not train.
     """
     shutil.copytree(base, target, dirs_exist_ok=True)
+    (target / "model_index.json").write_text(json.dumps(INDEX, indent=2) + "\n", "utf-8")
     trained = load_file(weights)
     places = {"dit": (target / "transformer" / "diffusion_pytorch_model.safetensors", ""),
               "text_encoder": (target / "text_encoder" / "model.safetensors", "model.")}
