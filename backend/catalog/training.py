@@ -65,7 +65,7 @@ def step_options(terms: Terms, own: Layout, *, beside: list[PartSizes] = ()) -> 
         for part, rungs, lossy in options.part_layouts(terms, modes=modes):
             if part.storage == FP8 and "fp8_models" not in can:
                 continue
-            taken = _taken(own, layout)
+            taken, rungs = _taken(own, layout), tuple(rung for rung in rungs if rung != "park")
             found.append(_step(terms, layout, part, (*taken, *options._named("dit", rungs)), lossy + (state != own.state_bytes), beside))
     return found
 
