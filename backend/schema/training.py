@@ -15,7 +15,7 @@ TASKS = (
     "direct_distill:train",
 )
 SCHEDULES = ("constant", "linear", "linear_from_half", "cosine", "cosine_with_restarts")
-ADAPTERS = ("lora", "dora", "rslora", "loha", "lokr", "oft")
+ADAPTERS = ("lora", "dora", "rslora", "loha", "lokr")
 
 
 @dataclass(frozen=True)

@@ -77,11 +77,23 @@ def run_in(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[s
         return _leave(2)
     except Exception as error:
         traceback.print_exc()
+        if _is_out_of_memory(error):
+            from backend.training import ladder
+
+            ladder.go_lower(config, argv, reporter)
+            reporter.trouble(ladder.out_of_memory(config))
+            return _leave(2)
         what = f"{type(error).__name__}: {error}"
         reporter.trouble(Trouble("fault", f"The run ended by a fault: {what[:500]}.", detail=traceback.format_exc()))
         return _leave(1)
     reporter.say({"complete": "Complete.", "stopped": "Stopped; everything is saved."}[reason])
     return 0
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    from backend.engine import memory
+
+    return memory.is_out_of_memory(error)
 
 
 def _leave(status: int) -> int:

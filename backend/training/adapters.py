@@ -110,9 +110,6 @@ def _peft_config(section, modules: tuple[str, ...], alpha: float, ranks: dict, a
     if kind in ("lora", "dora", "rslora"):
         return peft.LoraConfig(r=section.lora_rank, lora_alpha=alpha, lora_dropout=dropout, use_dora=kind == "dora",
                                use_rslora=kind == "rslora", init_lora_weights=True, **common)  # fmt: skip
-    if kind == "oft":
-        del common["alpha_pattern"]
-        return peft.OFTConfig(r=0, oft_block_size=section.lora_rank, module_dropout=dropout, **common)
     config = peft.LoHaConfig if kind == "loha" else peft.LoKrConfig
     more = {"rank_dropout": dropout, "module_dropout": 0.0}
     return config(r=section.lora_rank, alpha=alpha, init_weights=True, **more, **common)
@@ -133,7 +130,7 @@ def adapter_state(adapter: Adapter, weights: dict[str, torch.Tensor], *, dtype: 
         alpha, rank = adapter.alphas[module], adapter.ranks[module]
         if adapter.algorithm == "rslora":
             alpha *= math.sqrt(rank)
-        if adapter.algorithm in ("loha", "lokr") or (adapter.algorithm != "oft" and alpha != rank):
+        if adapter.algorithm in ("loha", "lokr") or alpha != rank:
             state[f"{module}.alpha"] = torch.tensor(alpha, dtype=torch.float32)
     return state
 

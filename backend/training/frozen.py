@@ -32,7 +32,10 @@ def keeping(
                 "an optimizer are too small for 8 bits.", hint="Train a LoRA on it, or leave it out of --fp8_models.",
             )  # fmt: skip
     away = set(parts) - set(trained) if memory.enable_model_cpu_offload else set()
-    return {name: _states(name in eight, name in away, device, dtype) for name in {*eight, *away}}
+    return {
+        name: _states(name in eight, name in away, device, torch.float32 if name == "vae" else dtype)
+        for name in {*eight, *away}
+    }
 
 
 def _named(text: str | None, setting: str, entries: Mapping[str, str], parts: Mapping[str, PartSpec]) -> set[str]:

@@ -60,7 +60,7 @@ def test_a_preset_lora_is_in_the_base_and_not_in_the_result(run_training, events
     assert all("lora_" in name for name in first)
 
 
-@pytest.mark.parametrize("kind", ["dora", "rslora", "loha", "lokr", "oft"])
+@pytest.mark.parametrize("kind", ["dora", "rslora", "loha", "lokr"])
 def test_other_adapters_are_read_back(run_training, tmp_path: Path, kind: str):
     from backend.catalog.identify import identify_lora
     from backend.families import FAMILIES

@@ -1,0 +1,49 @@
+"""What a run that ran out of memory does next: the same, one rung lower, from its last state."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from backend.schema.messages import Trouble
+from backend.training.run import lora_part, trained_parts
+
+
+def next_rung(config) -> tuple[list[str], str] | None:
+    """Flags that need less memory than `config`, and a sentence; None at the foot of the ladder.
+
+    Only what leaves the result as it is, or (FP8) nearly so: never the pictures' size, the batch or the rank.
+    """
+    memory = config.memory
+    if not (memory.use_gradient_checkpointing or memory.use_gradient_checkpointing_offload):
+        return ["--use_gradient_checkpointing"], "computing activations again instead of keeping them"
+    if not memory.use_gradient_checkpointing_offload:
+        return ["--use_gradient_checkpointing_offload"], "keeping what activations begin from in RAM"
+    part = lora_part(config)
+    if part is None or config.lora.lora_algorithm == "dora":
+        return None
+    if not config.model.fp8_models and part not in trained_parts(config):
+        return ["--fp8_models", part], f"storing {part} in FP8"
+    if not memory.enable_model_cpu_offload:
+        return ["--enable_model_cpu_offload"], "keeping frozen weights in RAM"
+    return None
+
+
+def out_of_memory(config) -> Trouble:
+    """The sentence where no process can be started anew, or nothing is left to try."""
+    found = next_rung(config)
+    hint = f"Add {' '.join(found[0])}." if found else "Lower --max_pixels, --batch_size or --lora_rank."
+    return Trouble("out_of_memory", "The memory of the device is not enough for this run.", hint=hint)
+
+
+def go_lower(config, argv: list[str], reporter) -> None:
+    """Replaces this process by one that is a rung lower and goes on from the last state. Returns only where that cannot be."""
+    found = next_rung(config)
+    if found is None or sys.platform == "win32" or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return
+    flags, sentence = found
+    reporter.note(f"Memory ran out; going on from the last state by {sentence}.", flags=flags)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    again = [*argv, *flags, "--resume_from_checkpoint", "latest"]
+    os.execv(sys.executable, [sys.executable, "-m", "backend.training", *again])
