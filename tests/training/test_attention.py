@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from backend.training.attention import MAX_TOKENS, PlainAttention, plain_on_cpu  # noqa: E402
+from backend.training.attention import MAX_TOKENS, PlainAttention, plain_on_cpu
 
 pytestmark = pytest.mark.torch
 

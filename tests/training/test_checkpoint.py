@@ -14,8 +14,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from backend.schema.messages import Trouble  # noqa: E402
-from backend.training.checkpoint import (  # noqa: E402
+from backend.schema.messages import Trouble
+from backend.training.checkpoint import (
     State,
     list_states,
     load_state,

@@ -15,9 +15,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from safetensors.torch import load_file  # noqa: E402
+from safetensors.torch import load_file
 
-from backend.schema.places import PROJECT  # noqa: E402
+from backend.schema.places import PROJECT
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 

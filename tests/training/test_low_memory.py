@@ -8,9 +8,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from safetensors.torch import load_file  # noqa: E402
+from safetensors.torch import load_file
 
-from backend.training import offload  # noqa: E402
+from backend.training import offload
 
 pytestmark = pytest.mark.torch
 BASE = ("--max_steps", 3, "--save_dtype", "float32", "--height", 32, "--width", 32)

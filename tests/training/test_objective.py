@@ -8,9 +8,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from backend.schema.training import LossSection, TrainingSection  # noqa: E402
-from backend.training.objective import Draws, draw, errors, level_weight, noisy  # noqa: E402
-from backend.training.optimizers import Lion, Mean, make_optimizers, rate_factor  # noqa: E402
+from backend.schema.training import LossSection, TrainingSection
+from backend.training.objective import Draws, draw, errors, level_weight, noisy
+from backend.training.optimizers import Lion, Mean, make_optimizers, rate_factor
 
 pytestmark = pytest.mark.torch
 

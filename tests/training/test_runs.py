@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from safetensors import safe_open  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
+from safetensors import safe_open
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.torch
 STATES = ("weights.safetensors", "optimizers.pt", "random.pt", "state.json")

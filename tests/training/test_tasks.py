@@ -10,8 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from PIL import Image  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
+from PIL import Image
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.torch
 BASE = ("--max_steps", 2, "--save_dtype", "float32", "--height", 32, "--width", 32)

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from backend.training.starter import assemble, vae, words  # noqa: E402
+from backend.training.starter import assemble, vae, words
 
 pytestmark = pytest.mark.torch
 
