@@ -101,7 +101,7 @@ def serve(options: argparse.Namespace) -> int:
     words += ["--root-path", options.root_path] if options.root_path else []
     asked = Asked()
     child = start_studio([python, "-m", "studio.app", *words], data)
-    address = f"http://{reachable(options.host)}:{port}{options.root_path.rstrip('/') if options.root_path else ''}/"
+    address = f"http://{reachable(options.host)}:{port}/"
     answered = threading.Event()
     threading.Thread(target=greet, args=(child, options, port, address, answered), daemon=True).start()
     code = watch(child, asked)
@@ -178,8 +178,9 @@ def greet(
             return
         time.sleep(0.1)
     answered.set()
-    print(f"\nLoft is at {address}   (Ctrl-C ends it)\n", flush=True)
-    if not options.no_browser and has_screen():
+    behind = f", for the proxy that serves it under {options.root_path}" if options.root_path else ""
+    print(f"\nLoft is at {address}{behind}   (Ctrl-C ends it)\n", flush=True)
+    if not options.no_browser and not behind and has_screen():
         webbrowser.open(address)
 
 
