@@ -37,6 +37,7 @@ from studio import (
     theme,
     train,
     train_events,
+    use_graph,
 )
 from studio.shield import Shield
 from studio.studio import Studio, live
@@ -51,7 +52,7 @@ def build(studio: Studio) -> gr.Blocks:
     with gr.Blocks(title="Loft", analytics_enabled=False, fill_width=True) as page:
         ui = session.browser_choices()
         shown = gr.State({})
-        timer = gr.Timer(TICK_SECONDS)
+        timer = gr.Timer(TICK_SECONDS, active=False)  # until the form is filled
         strip = live(name="strip")
         with gr.Tabs(elem_id="tabs") as tabs:
             with gr.Tab("Generate", id="generate"):
@@ -94,7 +95,7 @@ def build(studio: Studio) -> gr.Blocks:
         train_events.wire(studio, train_tab, ui, redraw, use_lora)
         preferences.wire(studio, preferences_tab)
         _wire_tabs(studio, tabs, ui, generate_tab, redraw)
-        _wire_load(studio, page, tabs, ui, generate_tab, train_tab, preferences_tab, redraw)
+        _wire_load(studio, page, timer, tabs, ui, generate_tab, train_tab, preferences_tab, redraw)
     return page
 
 
@@ -108,14 +109,17 @@ def _draw(studio: Studio, parts: tuple, choice: dict, seen: dict) -> list:
     generate_tab, models_tab, train_tab = parts
     snapshot = studio.engine.snapshot()
     seen = dict(seen)
-    cards = card.probe(own_pids=[snapshot.pid] if snapshot.pid else [])
-    strip = engine_view.strip(snapshot, cards, runs.live_runs(studio.places))
+    training = runs.live_runs(studio.places)
+    pids = [run.process.pid for run in training if run.process] + ([snapshot.pid] if snapshot.pid else [])
+    cards = card.probe(own_pids=pids)
+    use = use_graph.use_of(pids[0], card.choose(cards, studio.preferences().device)) if pids else None
+    strip = engine_view.strip(snapshot, cards, training)
     out = [gr.skip() if seen.get("strip") == strip else strip]
     seen["strip"] = strip
     for name, tab, view in (
-        ("generate", generate_tab, lambda known: generate.view(studio, generate_tab, choice, known, snapshot)),
+        ("generate", generate_tab, lambda known: generate.view(studio, generate_tab, choice, known, snapshot, use)),
         ("models", models_tab, lambda known: models.view(studio, models_tab, choice, known)),
-        ("train", train_tab, lambda known: train.view(studio, train_tab, choice, known)),
+        ("train", train_tab, lambda known: train.view(studio, train_tab, choice, known, use)),
     ):
         if choice["tab"] == name:
             values, seen[name] = view(seen.get(name, {}))
@@ -135,7 +139,7 @@ def _wire_tabs(studio: Studio, tabs: gr.Tabs, ui: gr.BrowserState, generate_tab,
     redraw(tabs.select(select, ui, [ui, *generate_tab.rows.files], show_progress="hidden", queue=False))
 
 
-def _wire_load(studio, page, tabs, ui, generate_tab, train_tab, preferences_tab, redraw) -> None:
+def _wire_load(studio, page, timer, tabs, ui, generate_tab, train_tab, preferences_tab, redraw) -> None:
     def load(choice: dict):
         choice = _whole(choice)
         request, loras = generate.remembered(studio)
@@ -144,11 +148,11 @@ def _wire_load(studio, page, tabs, ui, generate_tab, train_tab, preferences_tab,
         filled = generate.fill(generate_tab, request, loras, shelf.lora_choices(shelf.loras(studio), studio))
         filled[list(generate_tab.form.controls).index("model")] = model
         return [
-            choice, gr.Tabs(selected=choice["tab"]), *filled, *train.fill_remembered(studio, train_tab),
+            choice, gr.Timer(active=True), gr.Tabs(selected=choice["tab"]), *filled, *train.fill_remembered(studio, train_tab),
             *preferences.fill(studio, preferences_tab),
         ]  # fmt: skip
 
-    outputs = [ui, tabs, *generate_tab.form_outputs, *train_tab.form_outputs, *preferences_tab.outputs]
+    outputs = [ui, timer, tabs, *generate_tab.form_outputs, *train_tab.form_outputs, *preferences_tab.outputs]
     event = page.load(load, ui, outputs, show_progress="hidden")
     redraw(event)
     theme_wish = preferences_tab.form.controls["theme"]

@@ -70,7 +70,7 @@ def _card(spec: LoraSpec, model_family: str, shown: str, studio: Studio, now: fl
     )
     words = f'<span class="trigger">{safe(", ".join(spec.trigger_words[:3]))}</span>' if spec.trigger_words else ""
     why = fits(spec, model_family, studio)
-    mark = '<span class="pill">does not fit</span>' if why else ""
+    mark = f'<span class="pill">{"does not fit" if spec.family else "unknown family"}</span>' if why else ""
     meta = ", ".join(
         part for part in (spec.trainer, spec.base, when_words(spec.modified, now) if spec.modified else "") if part
     )

@@ -18,6 +18,7 @@ from studio.lora_rows import LoraRows
 from studio.pictures import is_inside, keep_input, stamp
 from studio.session import config_from, read_values, request_file
 from studio.studio import Studio, live
+from studio.use_graph import Use, graph, watched
 
 FIELDS = ("model", "prompt", "negative_prompt", "width", "height", "num_inference_steps", "guidance", "seed", "count")
 
@@ -180,13 +181,17 @@ def fill(tab: Generate, request: GenerationRequest, loras: tuple[LoraUse, ...], 
     ]
 
 
-def view(studio: Studio, tab: Generate, choice: dict, seen: dict, snapshot: EngineSnapshot) -> tuple[list, dict]:
+def view(
+    studio: Studio, tab: Generate, choice: dict, seen: dict, snapshot: EngineSnapshot, use: Use | None = None
+) -> tuple[list, dict]:
     """Updates for `tab.live_outputs`, and what was seen; skips what has not changed since."""
+    use = use if snapshot.job else None
+    seen = watched(seen, snapshot.job.id if snapshot.job else "", use)
     making = snapshot.job is not None and not choice["picture"]
     preview = snapshot.job.preview if snapshot.job else ""
     most = seen.get("most", gallery.PAGE_PICTURES)
     now = {
-        "progress": snapshot.revision,
+        "progress": (snapshot.revision, use),
         "stage": (making, preview and snapshot.revision)
         if making
         else (choice["picture"], stamp(studio.places.outputs)),
@@ -200,7 +205,8 @@ def view(studio: Studio, tab: Generate, choice: dict, seen: dict, snapshot: Engi
         picture = gallery.chosen_picture(studio, choice["picture"])
     out = [gr.skip()] * len(tab.live_outputs)
     if "progress" in fresh:
-        out[0] = progress_panel(snapshot)
+        predicted = predicted_bytes(studio, snapshot.job.request) if snapshot.job else 0
+        out[0] = progress_panel(snapshot) + graph(seen.get("use", ()), use, predicted=predicted)
     if "stage" in fresh:
         out[1] = (
             gallery.preview_stage(studio, Path(preview) if preview else None)
@@ -220,10 +226,18 @@ def view(studio: Studio, tab: Generate, choice: dict, seen: dict, snapshot: Engi
     return out, seen | now
 
 
+def predicted_bytes(studio: Studio, request: GenerationRequest) -> int:
+    """The likely peak of a request on this machine, 0 where nothing is known."""
+    try:
+        return plan_panel.estimate(studio, request.model, request, what_if="").plan.peak_high_bytes
+    except Trouble:
+        return 0
+
+
 def plan_of(studio: Studio, request: GenerationRequest, what_if: str) -> str:
     """The estimate for a request; it offers to be made smaller where it does not fit."""
     try:
-        red = plan_panel.estimate(studio, request.model, request, what_if=what_if).plan.verdict == "red"
-    except Trouble:
-        red = False
-    return plan_panel.panel(studio, request.model, request, what_if=what_if, fit=red)
+        found = plan_panel.estimate(studio, request.model, request, what_if=what_if)
+    except Trouble as trouble:
+        return plan_panel.no_panel(trouble)
+    return plan_panel.panel(found, what_if=what_if, fit=found.plan.verdict == "red")

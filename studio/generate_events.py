@@ -89,7 +89,10 @@ def wire(studio: Studio, tab: Generate, ui: gr.BrowserState, shown: gr.State, re
     def act_on_plan(event: gr.EventData, choice: dict, *values):
         if event.do == "card":
             return [*[gr.skip()] * len(tab.form.components), choice | {"card": event.what}]
-        request = smaller_until_it_fits(studio, read_inputs(tab, values, studio), choice["card"])
+        try:
+            request = smaller_until_it_fits(studio, read_inputs(tab, values, studio), choice["card"])
+        except Trouble:
+            return [*[gr.skip()] * len(tab.form.components), choice]
         write_values(request_file(studio.places), request_to_values(request))
         return [*form.fill(tab.form, request), choice]
 

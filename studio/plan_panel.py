@@ -59,12 +59,12 @@ def estimate(studio: Studio, model: str, job: object, *, what_if: str) -> PageEs
     return estimate_for_page(sizes, this_card(studio), job, wish, user=studio.places.user, what_if_card=what_if)
 
 
-def panel(studio: Studio, model: str, job: object, *, what_if: str, fit: bool = False) -> str:
-    """The whole panel as HTML. `fit`: offer "Make it fit" where the form can be changed so that it does."""
-    try:
-        found = estimate(studio, model, job, what_if=what_if)
-    except Trouble as trouble:
-        return f'<div class="plan">{notice(f"No estimate: {trouble.message}")}</div>'
+def no_panel(trouble: Trouble) -> str:
+    return f'<div class="plan">{notice(f"No estimate: {trouble.message}")}</div>'
+
+
+def panel(found: PageEstimate, *, what_if: str, fit: bool = False) -> str:
+    """The whole panel as HTML. `fit`: offer "Make it fit", because the form can be changed so that it does."""
     look, words = VERDICTS[found.plan.verdict]
     seconds = _seconds_words(found.plan.seconds)
     low, high = size_words(found.plan.peak_low_bytes), size_words(found.plan.peak_high_bytes)

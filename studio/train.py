@@ -16,6 +16,7 @@ from studio.caption_editor import editor
 from studio.form import Form
 from studio.session import read_config, training_file, with_known
 from studio.studio import Studio, live
+from studio.use_graph import Use, graph, watched
 
 ESSENTIAL = ("name", "trigger_word", "lora_rank", "learning_rate", "num_epochs", "max_steps", "sample_prompts")
 RUN_BUTTONS = {
@@ -193,16 +194,19 @@ def command_of(config: TrainingConfig) -> str:
     return runs.command_text(runs.command_of(config))
 
 
-def view(studio: Studio, tab: Train, choice: dict, seen: dict) -> tuple[list, dict]:
+def view(studio: Studio, tab: Train, choice: dict, seen: dict, use: Use | None = None) -> tuple[list, dict]:
     """Updates for `tab.live_outputs`, and what was seen; skips what has not changed since."""
     now = run_view.clock()
     found = runs.list_runs(studio.places)
     run = run_view.choose(found, choice["run"])
     one = run_view.signature(run)
+    use = use if run and run.live else None
+    watching = watched(seen, run.name if run else "", use)
     every = (run.name if run else "", tuple((r.name, r.status, r.step) for r in found), int(now // 60))
     out = [gr.skip()] * len(tab.live_outputs)
+    if seen.get("run") != one or use:
+        out[0] = run_view.head(run, now=now) + graph(watching.get("use", ()), use, predicted=0)
     if seen.get("run") != one:
-        out[0] = run_view.head(run, now=now)
         out[1] = run_view.loss_curve(run, runs.loss_series(run.folder) if run else runs.LossSeries())
         out[2] = run_view.samples(studio, run)
         out[3] = run_view.results(studio, run)
@@ -216,15 +220,15 @@ def view(studio: Studio, tab: Train, choice: dict, seen: dict) -> tuple[list, di
     plan = (config, choice["card"])
     if seen.get("plan") != plan:
         out[7] = plan_of(studio, config, choice["card"])
-    return out, {"run": one, "runs": every, "plan": plan}
+    return out, watching | {"run": one, "runs": every, "plan": plan}
 
 
 def plan_of(studio: Studio, config: TrainingConfig, what_if: str) -> str:
     """The estimate for a run; it offers to set what the plan wants otherwise than the form has it."""
     try:
-        wanted = plan_panel.estimate(studio, config.model.model, config, what_if=what_if).plan.settings
-    except Trouble:
-        wanted = {}
+        found = plan_panel.estimate(studio, config.model.model, config, what_if=what_if)
+    except Trouble as trouble:
+        return plan_panel.no_panel(trouble)
     now = to_values(config)
-    fit = any(now.get(name) != value for name, value in wanted.items())
-    return plan_panel.panel(studio, config.model.model, config, what_if=what_if, fit=fit)
+    fit = any(now.get(name) != value for name, value in found.plan.settings.items())
+    return plan_panel.panel(found, what_if=what_if, fit=fit)

@@ -50,7 +50,10 @@ def _wire_form(studio: Studio, tab: Train, ui: gr.BrowserState, redraw: Callable
         if event.do == "card":
             return [*[gr.skip()] * len(tab.form_outputs), choice | {"card": event.what}]
         config = form.read_or_none(tab.form, values, base=remembered(studio)) or remembered(studio)
-        found = plan_panel.estimate(studio, config.model.model, config, what_if=choice["card"])
+        try:
+            found = plan_panel.estimate(studio, config.model.model, config, what_if=choice["card"])
+        except Trouble:
+            return [*[gr.skip()] * len(tab.form_outputs), choice]
         config = with_known(config, found.plan.settings)
         write_config(training_file(studio.places), config)
         return [*fill(studio, tab, config), choice]

@@ -111,9 +111,8 @@ def _is_foreign(url: str) -> bool:
 
 
 def wait_ready(page) -> None:
-    """Until the form is filled from what was kept and the first tick has drawn."""
+    """Until the form is filled from what was kept: nothing is drawn before."""
     page.wait_for_selector("#strip .now")
-    page.wait_for_selector("#stage .stage", state="attached")
 
 
 def tab(page, name: str) -> None:

@@ -1,0 +1,171 @@
+"""LoRA files on the page: cards, reasons, strengths of blocks, and the settings that they were trained with."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import numpy
+import pytest
+
+from backend.catalog.spec import LoraSpec
+from backend.families import FAMILIES
+from backend.host.engine import Engine
+from backend.schema.knobs import to_values
+from backend.schema.training import TrainingConfig
+from studio import again, cards, generate_events, lora_rows, shelf
+from studio.strength import block_of, block_strengths
+from studio.studio import Studio
+
+
+MADE_HERE = {"trigger": "zork", "software": "Loft 0.1", "family": "qwen_image"}
+
+
+def write_safetensors(path, tensors: dict[str, tuple[str, numpy.ndarray]], metadata: dict | None = None):
+    header, blobs, at = {}, [], 0
+    for name, (dtype, values) in tensors.items():
+        blob = values.tobytes()
+        header[name] = {"dtype": dtype, "shape": list(values.shape), "data_offsets": [at, at + len(blob)]}
+        blobs.append(blob)
+        at += len(blob)
+    if metadata:
+        header["__metadata__"] = metadata
+    text = json.dumps(header).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(blobs))
+    return path
+
+
+def lora_tensors(blocks: int = 3, rank: int = 2, width: int = 192) -> dict:
+    random = numpy.random.default_rng(0)
+    tensors = {}
+    for block in range(blocks):
+        stem = f"transformer_blocks.{block}.attn.to_q"
+        for side, shape in (("lora_A", (rank, width)), ("lora_B", (width, rank))):
+            tensors[f"{stem}.{side}.weight"] = ("F32", random.standard_normal(shape).astype("<f4"))
+    return tensors
+
+
+@pytest.fixture
+def studio(data):
+    engine = Engine(data, fake=True)
+    yield Studio(data, engine, FAMILIES)
+    engine.stop()
+
+
+def test_norms_equal_those_of_the_full_delta(tmp_path):
+    tensors = lora_tensors()
+    tensors["transformer_blocks.1.attn.to_q.alpha"] = ("F32", numpy.array([4.0], "<f4"))
+    found = dict(block_strengths(write_safetensors(tmp_path / "a.safetensors", tensors)))
+    for block in range(3):
+        stem = f"transformer_blocks.{block}.attn.to_q"
+        delta = tensors[f"{stem}.lora_B.weight"][1] @ tensors[f"{stem}.lora_A.weight"][1] * (2.0 if block == 1 else 1.0)
+        assert found[f"transformer_blocks.{block}"] == pytest.approx(float(numpy.linalg.norm(delta)), rel=1e-4)
+
+
+def test_bf16_is_read_and_blocks_are_in_order(tmp_path):
+    tensors = {
+        name: ("BF16", (values.view("<u4") >> 16).astype("<u2")) for name, (_, values) in lora_tensors(blocks=12).items()
+    }
+    found = block_strengths(write_safetensors(tmp_path / "a.safetensors", tensors))
+    assert [name for name, _ in found] == [f"transformer_blocks.{i}" for i in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("stem", "block"),
+    [
+        ("transformer.transformer_blocks.7.attn.to_q", "transformer_blocks.7"),
+        ("lora_unet_double_blocks_12_img_attn_qkv", "double_blocks.12"),
+        ("diffusion_model.proj_out", "other"),
+    ],
+)
+def test_blocks_are_known_in_any_spelling(stem, block):
+    assert block_of(stem) == block
+
+
+def test_cards_show_what_fits_what_does_not_and_what_is_broken(studio):
+    write_safetensors(studio.places.loras / "mine.safetensors", lora_tensors(), MADE_HERE)
+    (studio.places.loras / "bad<b>.safetensors").write_bytes(b"\xff" * 40)
+    found = shelf.loras(studio)
+    html = cards.lora_cards(found, model_family="qwen_image", shown="", studio=studio, now=0.0)
+    assert "mine" in html and "zork" in html and 'class="card broken"' in html and "bad<b>" not in html
+    assert "does not fit" not in html.split("mine")[1].split("</button>")[0]
+    other = cards.lora_cards(found, model_family="flux", shown="", studio=studio, now=0.0)
+    assert "does not fit" in other
+
+
+def test_search_finds_by_name_and_trigger_word(studio):
+    write_safetensors(studio.places.loras / "mine.safetensors", lora_tensors(), MADE_HERE)
+    found = shelf.loras(studio)
+    assert len(cards.searched(found, "ZORK", studio)) == len(cards.searched(found, "mine qwen", studio)) == 1
+    assert cards.searched(found, "absent", studio) == []
+
+
+def spec_with(metadata: dict, tmp_path) -> LoraSpec:
+    return LoraSpec(tmp_path / "cat.safetensors", "qwen_image", "", (16,), (8.0,), (), 1, metadata=metadata)
+
+
+CASES = {
+    "loft": (
+        {"software": "Loft 0.1.0", "config": json.dumps({"learning_rate": 0.0015, "max_steps": 240, "lora_rank": 8})},
+        {"learning_rate": 0.0015, "max_steps": 240, "lora_rank": 8},
+    ),
+    "sd-scripts": (
+        {
+            "ss_network_dim": "32", "ss_network_alpha": "16.0", "ss_unet_lr": "0.0003", "ss_num_epochs": "6",
+            "ss_optimizer": "bitsandbytes.optim.adamw.AdamW8bit", "ss_lr_scheduler": "cosine_with_restarts",
+            "ss_resolution": "(1024, 768)", "ss_flip_aug": "True", "ss_seed": "42",
+        },
+        {
+            "lora_rank": 32, "lora_alpha": 16.0, "learning_rate": 0.0003, "num_epochs": 6, "customized_optimizer": "adamw8bit",
+            "lr_scheduler": "cosine_with_restarts", "max_pixels": 1024 * 768, "flip": True, "seed": 42,
+        },
+    ),
+    "ai-toolkit": (
+        {
+            "software": json.dumps({"name": "ai-toolkit"}), "training_info": json.dumps({"step": 2000, "epoch": 5}),
+            "config": json.dumps({"process": [{"train": {"lr": 1e-4}, "network": {"linear": 64, "linear_alpha": 64}}]}),
+        },
+        {"max_steps": 2000, "num_epochs": 5, "learning_rate": 1e-4, "lora_rank": 64, "lora_alpha": 64.0},
+    ),
+    "onetrainer": (
+        {"ot_config": json.dumps({"learning_rate": 2e-4, "epochs": 30, "optimizer": {"optimizer": "PRODIGY"}, "lora_rank": 24})},
+        {"learning_rate": 2e-4, "num_epochs": 30, "customized_optimizer": "prodigy", "lora_rank": 24},
+    ),
+    "diffusers": (
+        {"lora_adapter_metadata": json.dumps({"transformer.r": 12, "transformer.target_modules": ["to_q", "to_k"]})},
+        {"lora_rank": 12, "lora_target_modules": "to_q,to_k"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("trainer", CASES)
+def test_settings_are_read_from_what_trainers_write(trainer, tmp_path):
+    metadata, expected = CASES[trainer]
+    values = to_values(again.config_of(spec_with(metadata, tmp_path), TrainingConfig()))
+    assert {name: values[name] for name in expected} == expected
+
+
+def test_strange_metadata_costs_nothing(tmp_path):
+    metadata = {"ss_network_dim": "None", "ss_unet_lr": "nan", "ss_resolution": "x", "ot_config": "{", "config": "[1]"}
+    metadata |= {"software": "Loft", "lora_adapter_metadata": '{"r": {}}', "ss_num_epochs": "-3"}
+    values = to_values(again.config_of(spec_with(metadata, tmp_path), TrainingConfig()))
+    assert values["lora_rank"] == 16 and values["lora_alpha"] == 8.0 and values["num_epochs"] == 1
+
+
+def test_nothing_of_another_machine_is_taken_over(tmp_path):
+    foreign = {"output_path": "/etc", "dataset_base_path": "/theirs", "model": "who/what", "max_steps": 5}
+    spec = spec_with({"software": "Loft 1", "config": json.dumps(foreign)}, tmp_path)
+    values = to_values(again.config_of(spec, TrainingConfig()))
+    assert values["max_steps"] == 5 and values["model"] == "loft/starter"
+    assert values["dataset_base_path"] == "" and values["output_path"] == TrainingConfig().output.output_path
+
+
+def test_a_used_lora_brings_its_trigger_word_and_a_row():
+    assert generate_events.with_trigger("a cat", ("zork", "zark")) == "zork, a cat"
+    assert generate_events.with_trigger("Zark on a hill", ("zork", "zark")) == "Zark on a hill"
+    assert generate_events.with_trigger("", ("zork",)) == "zork" and generate_events.with_trigger("a", ()) == "a"
+    rows = lora_rows.with_lora([("a", 0.5), ("", 1.0)], "b")
+    assert rows == [("a", 0.5), ("b", 1.0)] and lora_rows.with_lora(rows, "a") == rows
+    full = [(str(i), 1.0) for i in range(lora_rows.MOST_ROWS)]
+    assert len(lora_rows.with_lora(full, "new")) == lora_rows.MOST_ROWS

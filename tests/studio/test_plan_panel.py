@@ -1,0 +1,80 @@
+"""The estimate beside the buttons: drawn from a plan of the starter, on this machine and on cards that are not here."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from backend.families import FAMILIES
+from backend.host.engine import Engine
+from backend.schema.knobs import from_values
+from backend.schema.messages import Trouble
+from backend.schema.request import GenerationRequest
+from backend.schema.training import TrainingConfig
+from studio import generate, generate_events, plan_panel, train
+from studio.studio import Studio
+from studio.use_graph import MOST_POINTS, Use, graph, grown, watched
+
+
+@pytest.fixture
+def studio(data):
+    engine = Engine(data, fake=True)
+    yield Studio(data, engine, FAMILIES)
+    engine.stop()
+
+
+def widths(html: str) -> list[float]:
+    return [float(found) for found in re.findall(r'<i style="width:([\d.]+)%', html)]
+
+
+def test_every_phase_of_a_picture_has_a_bar_within_the_card(studio):
+    html = generate.plan_of(studio, GenerationRequest(), "")
+    assert ">Fits<" in html and "this machine" in html
+    for phase in ("Read the prompt", "Denoise", "Decode"):
+        assert phase in html
+    assert widths(html) and sum(widths(html)) <= 3 * 100
+
+
+def test_a_what_if_card_is_planned_for_and_marked(studio):
+    html = generate.plan_of(studio, GenerationRequest(), "12GiB")
+    assert re.search(r'class="chip on" data-do="card" data-what="12GiB"', html)
+    assert "12.0 GB" in html
+
+
+def test_what_does_not_fit_is_offered_to_be_made_smaller_and_then_fits(studio):
+    large = GenerationRequest(width=8192, height=6144)
+    assert plan_panel.estimate(studio, large.model, large, what_if="1GiB").plan.verdict == "red"
+    assert "Make it fit" in generate.plan_of(studio, large, "1GiB")
+    smaller = generate_events.smaller_until_it_fits(studio, large, "1GiB")
+    assert plan_panel.estimate(studio, smaller.model, smaller, what_if="1GiB").plan.verdict == "green"
+    assert smaller.width % 16 == smaller.height % 16 == 0 and smaller.width > smaller.height
+
+
+def test_a_training_run_is_planned_with_its_optimizer(studio):
+    html = train.plan_of(studio, from_values(TrainingConfig, {"max_pixels": 16384}), "12GiB")
+    assert "Train a step" in html and "LoRA and optimizer" in html
+
+
+def test_a_model_of_which_nothing_is_known_is_no_crash(studio):
+    with pytest.raises(Trouble):
+        plan_panel.estimate(studio, "nobody/nothing", GenerationRequest(), what_if="")
+    assert "No estimate" in generate.plan_of(studio, GenerationRequest(model="nobody/nothing"), "")
+
+
+def test_the_use_graph_keeps_the_last_points_and_begins_anew_with_another_job():
+    points = []
+    for i in range(MOST_POINTS + 5):
+        points = grown(points, float(i), 1e9)
+    assert len(points) == MOST_POINTS and points[-1][0] == MOST_POINTS + 4
+    seen = watched({"other": 1}, "a", Use(1.0, 5, 0, 0))
+    seen = watched(seen, "a", Use(2.0, 6, 0, 0))
+    assert seen["use"] == [(1.0, 5), (2.0, 6)] and seen["other"] == 1
+    assert watched(seen, "b", Use(3.0, 7, 0, 0))["use"] == [(3.0, 7)]
+    assert watched(seen, "", None) == {"other": 1}
+
+
+def test_the_use_graph_says_what_it_shows():
+    html = graph([(0.0, 1e9), (1.0, 2e9)], Use(1.0, int(2e9), 0, 2**30), predicted=3e9)
+    assert "predicted peak 2.8 GB" in html and "1.9 GB in use" in html and "1.0 GB of RAM free" in html
+    assert graph([(0.0, 1e9)], Use(0.0, 1, 0, 0), predicted=0) == ""
