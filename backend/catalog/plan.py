@@ -28,6 +28,7 @@ from backend.schema.request import GenerationRequest
 from backend.schema.training import TrainingConfig
 from backend.schema.vram import DISK, GIB, Card, VramConfig, VramPlan
 
+ORDER = ("cache text", "cache pictures", "text", "encode", "denoise", "decode", "step", "sample")
 RAM_SHARE = 0.9  # of the free RAM may hold weights
 
 
@@ -153,7 +154,7 @@ def _worth_having(found: list[Option]) -> list[Option]:
 
 def _emit(chosen: tuple[Option, ...], terms: Terms, card: Card, fits: bool, verdict: str, groups) -> VramPlan:
     layout = merged(chosen)
-    phases = tuple(phase for option in chosen for phase in option.phases)
+    phases = sorted((phase for option in chosen for phase in option.phases), key=lambda phase: ORDER.index(phase.name))
     ram = sum(option.off_card_bytes for option in chosen) + terms.fixed.ram_bytes
     phases = tuple(replace(phase, ram_bytes=max(phase.ram_bytes, ram)) for phase in phases)
     resident, streamed = {}, {}

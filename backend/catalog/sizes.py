@@ -176,7 +176,7 @@ def _of_name(name: str, folder: Path | None) -> ModelSizes:
 def _published_part(name: str, said: dict, folder: Path | None) -> PartSizes:
     kind = said["network"].partition(":")[2]
     facts = published()["networks"][kind]
-    depths = {block: said["config"][key] for block, key in facts["blocks"].items()}
+    depths = {block: _inner(said["config"], key) for block, key in facts["blocks"].items()}
     table = next((one for one in tables(folder).values() if one["network"] == kind and _made_from(one, said["config"])), None)
     assert table is not None, f"assets/memory has no table of {kind} {said['config']}"
     blocks = [Numbers(**_counts(table["numel"][block])) for block, depth in depths.items() for _ in range(depth)]
@@ -184,6 +184,12 @@ def _published_part(name: str, said: dict, folder: Path | None) -> PartSizes:
     linears = _counted(table, depths)
     sizes = PartSizes(name, kind, table, tuple(blocks), other, depths, linears)
     return PartSizes(**{**sizes.__dict__, "file_bytes": sizes.bytes("bfloat16", "bfloat16")})
+
+
+def _inner(config: dict, key: str):
+    for piece in key.split("."):
+        config = config[piece]
+    return config
 
 
 def _made_from(table: dict, config: dict) -> bool:

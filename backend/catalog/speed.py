@@ -56,7 +56,7 @@ ASSUMED_CPU = Speed(flops=0.1e12, link_bytes=1.5 * GB, disk_bytes=1.5 * GB, memo
 
 def what_if(text: str, *, ram_gib: float = 64.0, reserve_gib: float = 0.6) -> tuple[Card, Speed]:
     """A card that is not here: "12GiB", "12", or a name such as "rtx3060". Raises ValueError for an unknown one."""
-    word = "".join(text.lower().split()).removeprefix("nvidia").removeprefix("geforce").replace("-", "")
+    word = "".join(text.lower().split()).removeprefix("nvidia").removeprefix("geforce")
     if word in CARDS:
         gib, tera, memory, link = CARDS[word]
         speed = Speed(tera * 1e12, link * GB, ASSUMED.disk_bytes, memory * GB)

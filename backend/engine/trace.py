@@ -57,17 +57,26 @@ def table(network: str, config: dict, *, facts: dict, dtypes: tuple[str, ...] = 
 
 
 def _shallow(config: dict, known: dict, depths: tuple[int, ...]) -> dict:
-    changed = dict(zip(known["blocks"].values(), depths, strict=True))
+    """`config` with other depths; a dotted key is one of an inner configuration."""
+    changed = dict(config)
+    for key, depth in zip(known["blocks"].values(), depths, strict=True):
+        outer, _, inner = key.rpartition(".")
+        if outer:
+            changed[outer] = {**changed[outer], inner: depth}
+        else:
+            changed[key] = depth
     if "layer_types" in config:
         changed["layer_types"] = config["layer_types"][: depths[0]]
-    return {**config, **changed}
+    return changed
 
 
 def _sizes(network: str, config: dict, known: dict) -> dict:
     with fakes():
         module = stages.build(network, _shallow(config, known, (1,) * len(known["blocks"])), torch.bfloat16)
         linears = {name: tuple(part.weight.shape) for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)}
-        weights = {name: weight for name, weight in module.state_dict().items()}
+        stored = module.state_dict()
+        # a tied weight is stored once
+        weights = {name: stored[name] for name, _ in (*module.named_parameters(), *module.named_buffers()) if name in stored}
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     flags = tuple(flag for flag in known.get("flags", ()) if config.get(flag))
     sizes = {"": {"rest": 0, "matrix": 0, "precise": 0, "linears": {}}} | {

@@ -123,7 +123,7 @@ def test_a_large_card_keeps_everything_and_leaves_the_engine_alone():
 def test_the_ladder_on_smaller_and_smaller_cards():
     sizes, kinds = sizes_of("Qwen-Image"), {}
     for gib in (141, 48, 24, 8):
-        found = plan(sizes, card_of(gib)[0], work_of_defaults(sizes))
+        found = plan(sizes, card_of(gib, ram=128)[0], work_of_defaults(sizes))
         kinds[gib] = {step.rung for step in found.steps}
         assert found.verdict == "green", (gib, found.advice)
     assert kinds[48] == {"park"}
@@ -178,9 +178,9 @@ def test_training_climbs_its_own_ladder():
     large = plan("Qwen-Image", card_of(141)[0], config)
     assert large.verdict == "green" and not large.steps and large.settings["use_gradient_checkpointing"] is False
     middle = plan("Qwen-Image", card_of(48)[0], config)
-    assert middle.verdict == "green" and middle.settings["use_gradient_checkpointing"]
+    assert middle.verdict == "green" and middle.steps and middle.peak_high_bytes < large.peak_high_bytes
     small = plan("Qwen-Image", card_of(12)[0], config)
-    assert small.verdict == "green" and small.settings["enable_model_cpu_offload"]
+    assert small.verdict == "green" and small.settings["enable_model_cpu_offload"] and small.settings["use_gradient_checkpointing"]
     assert [phase.name for phase in small.phases][-1] == "step"
     flags = [f"--{name}={value}" if not isinstance(value, bool) else f"--{name}" for name, value in small.settings.items() if value]
     knobs.from_flags(TrainingConfig, flags)  # what a plan says can be said to the trainer
@@ -261,7 +261,9 @@ def test_reference_pictures_and_loras_count():
     card = card_of(141)[0]
     with_one = plan(sizes, card, work_of_defaults(sizes))
     without = plan(sizes, card, work_of_defaults(sizes, reference_pictures=0))
-    assert with_one.phases[-2].working_bytes > 1.5 * without.phases[-2].working_bytes
+    working = [next(phase.working_bytes for phase in one.phases if phase.name == "denoise") for one in (with_one, without)]
+    assert working[0] > 1.5 * working[1]
+    assert [phase.name for phase in with_one.phases] == ["text", "encode", "denoise", "decode"]
     job = Work(lora_bytes=GIB)
     denoise = next(phase for phase in plan("Qwen-Image", card, job).phases if phase.name == "denoise")
     assert denoise.adapter_bytes == GIB
