@@ -164,14 +164,24 @@ def _wire_pictures(studio: Studio, tab: Generate, ui: gr.BrowserState, shown: gr
 
 
 def smaller_until_it_fits(studio: Studio, request: GenerationRequest, what_if: str) -> GenerationRequest:
-    """The request with both sides shortened in equal proportion, by steps of 16 pixels, until the plan says that it fits."""
+    """The request with both sides shortened in equal proportion, in steps of 16 pixels, as little as the plan needs."""
     long = max(request.width, request.height)
-    for side in range(long, 15, -16):
-        width, height = (max(16, round(edge * side / long / 16) * 16) for edge in (request.width, request.height))
-        smaller = replace(request, width=width, height=height)
-        if plan_panel.estimate(studio, request.model, smaller, what_if=what_if).plan.verdict == "green":
-            return smaller
-    return request
+
+    def with_side(steps: int) -> GenerationRequest:
+        width, height = (max(16, round(edge * steps * 16 / long / 16) * 16) for edge in (request.width, request.height))
+        return replace(request, width=width, height=height)
+
+    def fits(steps: int) -> bool:
+        found = plan_panel.estimate(studio, request.model, with_side(steps), what_if=what_if)
+        return found.plan.verdict == "green"
+
+    low, high = 1, long // 16  # a larger picture never needs less, so halving the span finds the largest that fits
+    if fits(high) or not fits(low):
+        return request
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return with_side(low)
 
 
 def with_trigger(prompt: str, words: tuple[str, ...]) -> str:

@@ -44,10 +44,10 @@ def test_a_what_if_card_is_planned_for_and_marked(studio):
 
 def test_what_does_not_fit_is_offered_to_be_made_smaller_and_then_fits(studio):
     large = GenerationRequest(width=8192, height=6144)
-    assert plan_panel.estimate(studio, large.model, large, what_if="1GiB").plan.verdict == "red"
-    assert "Make it fit" in generate.plan_of(studio, large, "1GiB")
-    smaller = generate_events.smaller_until_it_fits(studio, large, "1GiB")
-    assert plan_panel.estimate(studio, smaller.model, smaller, what_if="1GiB").plan.verdict == "green"
+    assert plan_panel.estimate(studio, large.model, large, what_if="2GiB").plan.verdict == "red"
+    assert "Make it fit" in generate.plan_of(studio, large, "2GiB")
+    smaller = generate_events.smaller_until_it_fits(studio, large, "2GiB")
+    assert plan_panel.estimate(studio, smaller.model, smaller, what_if="2GiB").plan.verdict == "green"
     assert smaller.width % 16 == smaller.height % 16 == 0 and smaller.width > smaller.height
 
 
