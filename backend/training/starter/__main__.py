@@ -15,11 +15,11 @@ import torch
 from backend.training.starter import pictures, sprites
 
 RUN = {
-    "task": "sft", "trainable_models": "dit,text_encoder", "num_epochs": 80, "batch_size": 40, "max_pixels": 16384,
+    "task": "sft", "trainable_models": "dit,text_encoder", "max_steps": 4400, "batch_size": 40, "max_pixels": 16384,
     "customized_optimizer": "muon", "learning_rate": 2e-3, "learning_rates": "dit=2e-3,text_encoder=4e-4",
     "weight_decay": 0.0, "lr_warmup_steps": 60, "lr_scheduler": "linear_from_half", "ema_decay": 0.998,
-    "max_grad_norm": 1.0, "timestep_sampling": "logit_normal", "high_noise_share": 0.4, "high_noise_from": 0.8,
-    "caption_dropout": 0.1, "mixed_precision": "bf16", "save_steps": 500, "keep_checkpoints": 2,
+    "max_grad_norm": 1.0, "timestep_sampling": "logit_normal", "high_noise_share": 0.3, "high_noise_from": 0.8,
+    "caption_dropout": 0.1, "mixed_precision": "bf16", "save_steps": 400, "keep_checkpoints": 2,
     "remove_prefix_in_ckpt": "pipe.", "name": "starter",
 }
 
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--processes", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--minutes", type=float, default=24, help="of the autoencoder's training")
-    parser.add_argument("--epochs", type=int, default=RUN["num_epochs"])
+    parser.add_argument("--steps", type=int, default=RUN["max_steps"])
     parser.add_argument("--until", choices=("pictures", "base", "train"), default="train")
     options = parser.parse_args()
     work = options.work
@@ -76,7 +76,7 @@ def main() -> None:
     base = assemble(work)
     if options.until == "base":
         return
-    changes = {"num_epochs": options.epochs}
+    changes = {"max_steps": options.steps}
     if any((work / "run" / "checkpoints").glob("step-*")):
         changes["resume_from_checkpoint"] = "latest"
     subprocess.run(train_command(work, processes=options.processes, changes=changes), check=True, env=environment())

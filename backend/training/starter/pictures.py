@@ -9,7 +9,7 @@ from PIL import Image
 from backend.training.starter import canvas, captions
 from backend.training.starter.captions import COMMON, TINTED, TINTS, Concept
 
-WHITE_LINES = 3  # how often a thing on white is listed, against once for every other picture
+WHITE_LINES = 6  # how often a thing on white is listed, against once for every other picture
 GROUNDS = 4  # grounds of each thing in 3d
 NUM_PAIRS, NUM_SHAPE_PAIRS, NUM_SHAPES = 3600, 600, 420
 
