@@ -21,18 +21,27 @@ def open_picture(path: str | Path) -> Image.Image:
                 raise Trouble(
                     "bad_picture", f"{Path(path).name} has {picture.width} x {picture.height} pixels, too many."
                 )
-            return ImageOps.exif_transpose(picture).convert("RGB")
+            return _on_white(ImageOps.exif_transpose(picture))
     except FileNotFoundError:
         raise Trouble("missing_file", f"There is no picture {path}.", hint="Choose it again.") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise Trouble("bad_picture", f"{Path(path).name} is not a picture that can be read: {error}.") from None
 
 
+def _on_white(picture: Image.Image) -> Image.Image:
+    """In RGB; what is see-through shows white, as on the page, and not the colour that happens to lie beneath."""
+    if not picture.has_transparency_data:
+        return picture.convert("RGB")
+    picture = picture.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture).convert("RGB")
+
+
 def to_pixels(picture: Image.Image, width: int, height: int) -> torch.Tensor:
     """(1, 3, height, width) in [-1, 1]: the largest middle part with the wanted proportions, resized with Lanczos."""
+    picture = _on_white(picture)
     if picture.size != (width, height):
-        picture = ImageOps.fit(picture.convert("RGB"), (width, height), Image.Resampling.LANCZOS)
-    values = torch.from_numpy(numpy.array(picture.convert("RGB"), dtype=numpy.float32) / 255.0)
+        picture = ImageOps.fit(picture, (width, height), Image.Resampling.LANCZOS)
+    values = torch.from_numpy(numpy.array(picture, dtype=numpy.float32) / 255.0)
     return values.permute(2, 0, 1).unsqueeze(0) * 2.0 - 1.0
 
 

@@ -18,7 +18,7 @@ from backend.engine.pipeline import Pipeline
 from backend.engine.png import Previews, free_path, save_png
 from backend.engine.preview import Step
 from backend.engine.wire import Wire
-from backend.schema.knobs import from_file_text
+from backend.schema.knobs import from_file_text, from_values
 from backend.schema.messages import Trouble
 from backend.schema.places import places
 from backend.schema.preferences import Preferences
@@ -70,12 +70,17 @@ class Work:
         return memory.out_of_memory(self.device, error, doing="drawing")
 
     def load(self, id: str, values: dict) -> None:
-        request = (
-            asked(values) if "request" in values else asked({"request": {"model": values.get("model", "loft/starter")}})
-        )
+        request = asked(values) if "request" in values else self._usual_request(values)
         self._ensure(id, request)
         self.wire.say("loaded", id=id, model=request.model)
         self._say_memory()
+
+    def _usual_request(self, values: dict) -> GenerationRequest:
+        """What the model is most likely to be asked for next: a picture of its own size."""
+        request = asked({"request": {"model": values.get("model", GenerationRequest().model)}})
+        spec = self._spec(request)
+        wanted = beside.request_defaults(spec, families.by_name(spec.family))
+        return from_values(GenerationRequest, wanted, base=request)
 
     def generate(self, id: str, values: dict) -> None:
         request = asked(values)
@@ -96,6 +101,8 @@ class Work:
                 request, request.seed + number, now - last, receipts, peak.look() - self._before_bytes
             )
             save_png(picture, paths[-1], made)
+            if request.count > 1:
+                self.wire.say("preview", id=id, path=str(paths[-1]), picture=number)
             last = now
         seconds, highest = time.monotonic() - began, peak.look() - self._before_bytes
         planning.learn(
