@@ -92,7 +92,7 @@ def knobs_of(cls: type, *, _path: tuple[str, ...] = (), _title: str = "") -> Ite
         elif "knob" in item.metadata:
             said = dict(item.metadata["knob"])
             kind, optional = _kind_of(hints[item.name])
-            said["label"] = said["label"] or item.name.replace("_", " ").capitalize()
+            said["label"] = said["label"] or _label_of(item.name)
             yield Knob(
                 name=item.name,
                 path=(*_path, item.name),
@@ -102,6 +102,27 @@ def knobs_of(cls: type, *, _path: tuple[str, ...] = (), _title: str = "") -> Ite
                 default=item.default,
                 **said,
             )
+
+
+_SPELT = {
+    "csv": "CSV",
+    "fp8": "FP8",
+    "id": "ID",
+    "lora": "LoRA",
+    "lr": "LR",
+    "num": "",
+    "snr": "SNR",
+    "std": "deviation",
+    "swanlab": "SwanLab",
+    "tensorboard": "TensorBoard",
+    "wandb": "W&B",
+}
+
+
+def _label_of(name: str) -> str:
+    """A setting's name as people write it: `lora_dropout` is "LoRA dropout", `num_epochs` "Epochs"."""
+    text = " ".join(word for word in (_SPELT.get(part, part) for part in name.split("_")) if word)
+    return text[:1].upper() + text[1:]
 
 
 def _kind_of(hint) -> tuple[type, bool]:

@@ -113,7 +113,12 @@ class DatasetSection:
         level="advanced",
     )
     data_cache_gib: float = knob(
-        20.0, help="The oldest cached encodings are deleted above this size.", low=0.1, unit="GiB", level="advanced"
+        20.0,
+        help="The oldest cached encodings are deleted above this size.",
+        low=0.1,
+        unit="GiB",
+        label="Cache limit",
+        level="advanced",
     )
 
 
