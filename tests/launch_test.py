@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 import zipfile
 from pathlib import Path
@@ -373,6 +374,16 @@ def test_the_page_answers_and_ctrl_c_ends_everything(launched):
     assert studio.processes() == []
     assert runs.read(folder).status == "stopped"
     assert "Traceback" not in studio.said()
+
+
+def test_before_the_login_the_page_tells_nothing(launched):
+    address = launched("--auth", "anna:pw").address()
+    with urllib.request.urlopen(address, timeout=30) as answer:
+        page = answer.read().decode()
+    assert '"auth_required":true' in page
+    assert str(PROJECT) not in page and "Negative prompt" not in page
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(address + "config", timeout=30)
 
 
 @pytest.mark.skipif(WINDOWS, reason="POSIX signals")
