@@ -31,6 +31,7 @@ from backend.schema.request import (
 )
 
 MEMORY_SECONDS = 2.0
+TOOL_SECONDS = 0.25  # between two words about how far a tool is
 
 
 class Work:
@@ -167,7 +168,16 @@ class Work:
     def tool(self, id: str, values: dict) -> None:
         from backend.engine import lora_tools
 
-        self.wire.say("result", id=id, **lora_tools.run_tool(values))
+        told = 0.0
+
+        def on_progress(done: int, total: int) -> None:
+            nonlocal told
+            if time.monotonic() - told > TOOL_SECONDS:
+                told = time.monotonic()
+                self.wire.say("progress", id=id, done=done, total=total)
+
+        answer = lora_tools.run_tool(values, on_progress=on_progress, should_stop=lambda: self.wire.should_stop(id))
+        self.wire.say("result", id=id, **answer)
 
     def estimate(self, id: str, values: dict) -> None:
         request = asked(values)
@@ -177,6 +187,18 @@ class Work:
         path = download.find_model(request.model, folders=[Path(folder) for folder in self.preferences.model_folders])
         spec = identify_model(path, families.FAMILIES)
         return beside.completed(spec, families.by_name(spec.family))
+
+    def _place(self, spec: ModelSpec, request: GenerationRequest) -> planning.Placing:
+        """How the model is to be placed. Raises Trouble where a CPU would run out of RAM: there it is other programs that die."""
+        plan = self._plan(spec, request)
+        if self.device.type == "cpu" and not plan.fits:
+            needed, free = (value / memory.GIB for value in (plan.peak_low_bytes, memory.ram()[1]))
+            raise Trouble(
+                "does_not_fit",
+                f"{request.width} x {request.height} pixels with {spec.title} need {needed:.1f} GiB of RAM; {free:.1f} are free.",
+                hint=plan.advice or "Make the picture smaller.",
+            )
+        return planning.Placing.of(plan, request)
 
     def _plan(self, spec: ModelSpec, request: GenerationRequest):
         reserve = int(self.preferences.reserve_gib * memory.GIB)
@@ -194,10 +216,10 @@ class Work:
         if self.pipeline is not None and key != self._loaded_from:
             self._close()
         if self.pipeline is None or not self._placing.covers(request):
-            placing = planning.Placing.of(self._plan(spec, request), request)
+            placing = self._place(spec, request)
             if self.pipeline is not None and placing.placed != self._placing.placed:
                 self._close()
-                placing = planning.Placing.of(self._plan(spec, request), request)  # with the memory that is free now
+                placing = self._place(spec, request)  # with the memory that is free now
             self._placing = placing
         if self.pipeline is None:
             self.pipeline = self._load(id, spec)

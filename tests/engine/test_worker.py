@@ -10,9 +10,11 @@ import threading
 import time
 from pathlib import Path
 
+import numpy
 import psutil
 import pytest
 from PIL import Image
+from safetensors.numpy import save_file
 
 from backend.schema.messages import Event, from_line
 from backend.schema.places import PROJECT, Places
@@ -200,6 +202,40 @@ def test_bad_requests_are_answered_in_a_sentence_and_the_worker_goes_on(starter)
     worker.say(command="generate", id="after", request=REQUEST, folder=str(data.outputs))
     assert worker.answer("after").event == "result"
     assert not list(data.root.rglob("*.partial"))
+
+
+@pytest.mark.torch
+def test_loras_act_with_a_receipt_and_broken_ones_are_said(starter):
+    worker, data = starter
+    data.loras.mkdir()
+    lora, broken = data.loras / "apples.safetensors", data.loras / "broken.safetensors"
+    dice = numpy.random.default_rng(0)
+    width = 192
+    for_layer = {"A": (4, width), "B": (width, 4)}
+    save_file(
+        {
+            f"transformer_blocks.{n}.attn.to_v.lora_{which}.default.weight": dice.normal(size=shape).astype("float32")
+            * 0.3
+            for n in range(3)
+            for which, shape in for_layer.items()
+        },
+        lora,
+    )
+    broken.write_bytes(lora.read_bytes()[:-10])
+    pictures = {}
+    for id, uses in (("plain", []), ("lora", [lora]), ("broken", [lora, broken]), ("again", [])):
+        loras = [{"path": str(path), "strength": 1.0} for path in uses]
+        worker.say(command="generate", id=id, request={**REQUEST, "loras": loras}, folder=str(data.outputs))
+        pictures[id] = worker.answer(id)
+    assert pictures["broken"].event == "trouble" and "broken.safetensors" in pictures["broken"].values["message"]
+    (receipt,) = pictures["lora"].values["loras"]
+    assert receipt["layers_applied"] == receipt["layers_found"] == 3 and receipt["name"] and receipt["hash"]
+    bytes_of = {}
+    for id in ("plain", "lora", "again"):
+        with Image.open(pictures[id].values["pictures"][0]) as picture:
+            bytes_of[id] = picture.tobytes()
+            assert json.loads(picture.info["loft"])["loras"] == pictures[id].values["loras"]
+    assert bytes_of["plain"] == bytes_of["again"] != bytes_of["lora"]
 
 
 @pytest.mark.torch
