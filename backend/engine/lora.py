@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -21,24 +21,13 @@ from torch import nn
 from backend.catalog.spec import PartSpec
 from backend.engine import lora_cold, lora_hot, placement
 from backend.engine.lora_body import Change
+from backend.engine.lora_loaded import FileOrTensors, Loaded, check_strength, family_of, modules_of, of_part
 from backend.engine.lora_read import read_lora
 from backend.engine.lora_source import open_source
 from backend.schema.messages import Trouble
 from backend.schema.request import LoraReceipt, LoraUse
 
 OWN = "_own_adapters"
-FileOrTensors = str | os.PathLike | Mapping[str, torch.Tensor]
-
-
-@dataclass
-class Loaded:
-    """One LoRA that acts. `changes`: by part; for a cold one they are dropped and read again from the file when needed."""
-
-    source: FileOrTensors
-    receipt: LoraReceipt
-    names: dict[str, tuple[str, ...]]  # part -> parameters it changes
-    changes: dict[str, list[Change]] | None = None
-    hot: dict[str, bool] = field(default_factory=dict)  # part -> beside the weights, or in them
 
 
 class Adapters:
@@ -59,7 +48,7 @@ class Adapters:
         if families is None:
             from backend.families import FAMILIES as families
         self.modules, self.specs, self.families = dict(modules), dict(specs or {}), tuple(families)
-        self.family = family or _family_of(self.modules, self.families)
+        self.family = family or family_of(self.modules, self.families)
         self.loaded: list[Loaded] = []
         self._kept: dict[tuple[str, str], torch.Tensor] = {}
         self._prefers_hot: set[str] = set()
@@ -87,7 +76,7 @@ class Adapters:
         `hot` None: beside the weights where they are placed or `prefer_hot` was called, else into them. Raises Trouble, with nothing
         changed, for a damaged or incomplete file, one for another model, an algorithm that is not read, or no match at all.
         """
-        _check_strength(strength)
+        check_strength(strength)
         opened = open_source(source, name)
         found = read_lora(opened, self.modules, self.family, self.families, weight_of=self._base_of, first=part)
         modes = {part: self._is_hot(part, hot) for part in found.changes}
@@ -117,7 +106,7 @@ class Adapters:
 
     def set_strength(self, which: LoraReceipt | str, strength: float) -> LoraReceipt:
         """The same LoRA at another strength; its file is not read again if it is hot. Answers the new receipt."""
-        _check_strength(strength)
+        check_strength(strength)
         one = self._find(which)
         if one.receipt.strength == strength:
             return one.receipt
@@ -126,7 +115,7 @@ class Adapters:
         one.receipt = replace(one.receipt, strength=strength)
         for part, hot in one.hot.items():
             if hot:
-                self._refresh_hot(part, _modules(one.names[part]))
+                self._refresh_hot(part, modules_of(one.names[part]))
             else:
                 self._rebuild_cold(part, set(one.names[part]), known={id(one): again})
         return one.receipt
@@ -143,7 +132,7 @@ class Adapters:
         self.loaded = others
         for part, hot in one.hot.items():
             if hot:
-                self._refresh_hot(part, _modules(one.names[part]))
+                self._refresh_hot(part, modules_of(one.names[part]))
             else:
                 self._rebuild_cold(part, set(one.names[part]), known=known)
 
@@ -151,7 +140,7 @@ class Adapters:
         """Takes everything off (of one part, or of all): every weight is the file's again, bit for bit."""
         for name in [part] if part else list(self.modules):
             touched = {key for one in self.loaded if not one.hot.get(name, True) for key in one.names[name]}
-            hot = {module for one in self.loaded if one.hot.get(name) for module in _modules(one.names[name])}
+            hot = {module for one in self.loaded if one.hot.get(name) for module in modules_of(one.names[name])}
             for one in self.loaded:
                 one.hot.pop(name, None)
                 one.names.pop(name, None)
@@ -230,7 +219,7 @@ class Adapters:
         if (part, name) in self._kept or any(
             not one.hot.get(part, True) and name in one.names[part] for one in self.loaded
         ):
-            return lora_cold.original(name, spec, _of(self._kept, part), weight)
+            return lora_cold.original(name, spec, of_part(self._kept, part), weight)
         placed = placement.of(module)
         if placed is not None and not placed.changeable:
             return placed.read(name).cpu()
@@ -276,7 +265,7 @@ class Adapters:
 
     def _restore(self, part: str, name: str) -> None:
         weight = lora_cold.parameter(self.modules[part], name)
-        lora_cold.restore(weight, lora_cold.original(name, self.specs.get(part), _of(self._kept, part), weight))
+        lora_cold.restore(weight, lora_cold.original(name, self.specs.get(part), of_part(self._kept, part), weight))
         if not any(not one.hot.get(part, True) and name in one.names[part] for one in self.loaded):
             self._kept.pop((part, name), None)
 
@@ -290,30 +279,6 @@ class Adapters:
                         uses[change.module].append((change, one.receipt.strength))
         for name, here in uses.items():
             lora_hot.attach(self.modules[part].get_submodule(name), here)
-
-
-def _modules(names: Iterable[str]) -> set[str]:
-    return {name.rpartition(".")[0] for name in names}
-
-
-def _of(kept: Mapping[tuple[str, str], torch.Tensor], part: str) -> dict[str, torch.Tensor]:
-    return {name: tensor for (owner, name), tensor in kept.items() if owner == part}
-
-
-def _check_strength(strength: float) -> None:
-    if not isinstance(strength, int | float) or strength != strength or abs(strength) == float("inf"):
-        raise Trouble("bad_value", f"A LoRA's strength must be a finite number, not {strength!r}.")
-
-
-def _family_of(modules: Mapping[str, nn.Module], families: Sequence[ModuleType]) -> ModuleType | None:
-    """The family whose networks these modules are."""
-    for part, module in modules.items():
-        kinds = {kind.__name__ for kind in type(module).__mro__}
-        for family in families:
-            described = family.PARTS.get(part)
-            if described and described.network.rpartition(":")[2] in kinds:
-                return family
-    return None
 
 
 def of(module: nn.Module) -> Adapters:

@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-
 import torch
 
 from backend.catalog.adapter import ALGORITHMS, plain
 from backend.catalog.names import Slot
-from backend.engine.lora_alpha import AlphaRules, alpha_value, scale_of
-from backend.engine.lora_body import (
-    Body,
-    Change,
-    Dense,
-    Dora,
-    Hadamard,
-    Kronecker,
-    LowRank,
-    dora_factor,
-    placed,
-    swapped,
-)
-from backend.engine.lora_source import Source
+from backend.engine.lora_body import Body, Change, Dense, Dora, Hadamard, Kronecker, LowRank, dora_factor
+from backend.engine.lora_module import Module, at_place, cut, fitted, in_shape, incomplete, mismatch, product
 from backend.schema.messages import Trouble
 
 UNREAD = (
@@ -56,68 +40,27 @@ PAIRS = (  # (role, partner, how people call it): one without the other is half 
 )
 
 
-def _finite(tensor: torch.Tensor) -> bool:
-    """A sum of finite numbers is finite unless it overflows, and takes a quarter of the time of looking at each."""
-    return math.isfinite(float(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())
-
-
-@dataclass
-class Module:
-    """One module of a LoRA file on its way into changes: its tensors, whose module it is, what it acts on."""
-
-    source: Source
-    stem: str  # as the file spells it
-    roles: Mapping[str, str]  # what a tensor is -> its key
-    slots: tuple[Slot, ...]
-    own_name: str
-    component: str
-    rules: AlphaRules
-    shape_of: Callable[[str], tuple[int, ...] | None]  # shape of one of the model's parameters by name
-    weight_of: Callable[[str], torch.Tensor]  # its base values
-    notes: list[str]
-    unused: dict[str, str]
-    ranks: set[int]
-    alphas: set[float]
-
-    def read(self, role: str) -> torch.Tensor:
-        """The tensor of a role; finite, or Trouble("not_finite")."""
-        key = self.roles[role]
-        tensor = self.source.read(key)
-        if tensor.is_floating_point() and not _finite(tensor):
-            raise Trouble(
-                "not_finite",
-                f"{self.source.name}: {key} holds NaN or infinite numbers.",
-                hint="The file is damaged, or its training diverged; nothing was changed.",
-            )
-        return tensor
-
-    def scale(self, rank: int) -> float:
-        self.ranks.add(rank)
-        if "alpha" in self.roles:
-            self.alphas.add(alpha_value(self.source, self.roles["alpha"]))
-        return scale_of(self.source, self.roles, rank, self.rules, plain(self.own_name), self.component, self.notes)
-
-
 def changes_of(module: Module) -> list[Change]:
     """What `module` changes. Raises Trouble before anything is changed: incomplete pairs, shapes or ranks that disagree,
     numbers that are not finite, an algorithm that is not read."""
-    _check_whole(module)
+    check_whole(module)
     changes: list[Change] = []
-    body = _weight_body(module)
+    body = weight_body(module)
     if body is not None:
         changes += _on_weight(module, body)
-    bias = _bias_body(module)
+    bias = bias_body(module)
     if bias is not None:
         changes += _on_bias(module, bias)
     if "diff_m" in module.roles:
         changes += [
-            Change(slot.module, slot.parameter, _fitted(module, Dense(module.read("diff_m"), 1.0), slot))
+            Change(slot.module, slot.parameter, fitted(module, Dense(module.read("diff_m"), 1.0), slot))
             for slot in module.slots
         ]
     return changes
 
 
-def _check_whole(module: Module) -> None:
+def check_whole(module: Module) -> None:
+    """Raises Trouble for half a pair and for an algorithm that is not read."""
     name, roles = module.source.name, module.roles
     for role in roles:
         if role in UNREAD or role.startswith("glora"):
@@ -129,22 +72,16 @@ def _check_whole(module: Module) -> None:
             )
     for role, partner in PAIRS:
         if role in roles and partner not in roles:
-            raise _incomplete(module, f"has {roles[role]} without its other half ({partner.replace('_', ' ')})")
+            raise incomplete(module, f"has {roles[role]} without its other half ({partner.replace('_', ' ')})")
     left = "lokr_w1" in roles or "lokr_w1_a" in roles
     right = "lokr_w2" in roles or "lokr_w2_a" in roles
     if left != right:
-        raise _incomplete(module, f"has one Kronecker factor of {plain(module.stem)} without the other")
+        raise incomplete(module, f"has one Kronecker factor of {plain(module.stem)} without the other")
     if ("magnitude" in roles or "magnitude_out" in roles) and not ({"down", "hada_w1_a", "diff"} & set(roles) or left):
-        raise _incomplete(module, f"has a DoRA magnitude for {plain(module.stem)} without its factors")
+        raise incomplete(module, f"has a DoRA magnitude for {plain(module.stem)} without its factors")
 
 
-def _incomplete(module: Module, what: str) -> Trouble:
-    return Trouble(
-        "incomplete_pair", f"{module.source.name} {what}.", hint="The file is incomplete; nothing was changed."
-    )
-
-
-def _weight_body(module: Module) -> Body | None:
+def weight_body(module: Module) -> Body | None:
     """The change of the weight as the file has it, over all rows of a fused module."""
     roles = module.roles
     bodies: list[Body] = []
@@ -181,7 +118,7 @@ def _lora(module: Module) -> LowRank:
 def _tucker(module: Module, core: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     """A convolution's core (m, n, *k) applied to its factor (n, i): (m, i, *k)."""
     if core.ndim < 3 or core.shape[1] != down.shape[0]:
-        raise _mismatch(module, "core", core.shape, f"[rank, {down.shape[0]}, ...]")
+        raise mismatch(module, "core", core.shape, f"[rank, {down.shape[0]}, ...]")
     return torch.einsum("mn...,ni->mi...", core.float(), down.float())
 
 
@@ -194,9 +131,9 @@ def _loha(module: Module) -> Hadamard:
         else:
             halves.append(LowRank(a, b, 1.0))
         if halves[-1].up.ndim != 2 or halves[-1].up.shape[1] != halves[-1].down.shape[0]:
-            raise _mismatch(module, f"hada_w{half}_a", a.shape, f"a rank of {b.shape[0]}")
+            raise mismatch(module, f"hada_w{half}_a", a.shape, f"a rank of {b.shape[0]}")
     if halves[0].shape != halves[1].shape:
-        raise _mismatch(module, "second half", halves[1].shape, list(halves[0].shape))
+        raise mismatch(module, "second half", halves[1].shape, list(halves[0].shape))
     return Hadamard(halves[0], halves[1], module.scale(module.read("hada_w1_b").shape[0]))
 
 
@@ -212,7 +149,7 @@ def _lokr(module: Module) -> Kronecker:
         if core in module.roles:  # a is (r, o2), b (r, i2)
             return torch.einsum("mo,mi...->oi...", a.float(), _tucker(module, module.read(core), b))
         if a.ndim != 2 or a.shape[1] != b.shape[0]:
-            raise _mismatch(module, f"lokr_{side}_a", a.shape, f"a rank of {b.shape[0]}")
+            raise mismatch(module, f"lokr_{side}_a", a.shape, f"a rank of {b.shape[0]}")
         return a.float() @ b.flatten(1).float()
 
     left, right = factor("w1"), factor("w2")
@@ -226,18 +163,19 @@ def _with_kernel(module: Module, left: torch.Tensor, right: torch.Tensor) -> tor
     """A convolution's right factor is stored with its kernel flattened into the columns when it is decomposed."""
     shape = module.shape_of(f"{module.slots[0].module}.weight") or ()
     kernel = shape[2:]
-    flat = right.ndim == 2 and kernel and left.shape[1] * right.shape[1] == _product(shape[1:])
+    flat = right.ndim == 2 and kernel and left.shape[1] * right.shape[1] == product(shape[1:])
     return right.reshape(right.shape[0], -1, *kernel) if flat else right
 
 
 def _replacement(module: Module) -> Dense:
     new, name = module.read("set_weight").float(), f"{module.slots[0].module}.weight"
     if len(module.slots) != 1 or tuple(new.shape) != module.shape_of(name):
-        raise _mismatch(module, "set_weight", new.shape, "the shape of the weight it replaces")
+        raise mismatch(module, "set_weight", new.shape, "the shape of the weight it replaces")
     return Dense(new - module.weight_of(name).float(), 1.0)
 
 
-def _bias_body(module: Module) -> Dense | None:
+def bias_body(module: Module) -> Dense | None:
+    """The change of the bias as the file has it, over all rows of a fused module."""
     values = module.read("diff_b").float() if "diff_b" in module.roles else None
     if "up_bias" in module.roles and "down" in module.roles:
         scale = module.scale(module.source.shapes[module.roles["down"]][0])
@@ -250,7 +188,7 @@ def _bias_body(module: Module) -> Dense | None:
 
 
 def _on_weight(module: Module, body: Body) -> list[Change]:
-    bodies = [(slot, _fitted(module, body, slot)) for slot in module.slots]
+    bodies = [(slot, fitted(module, body, slot)) for slot in module.slots]
     role = "magnitude" if "magnitude" in module.roles else "magnitude_out"
     if role not in module.roles:
         return [Change(slot.module, slot.parameter, fitted) for slot, fitted in bodies]
@@ -268,9 +206,9 @@ def _with_dora(
     by_row = only_rows or magnitude.ndim == 1 or magnitude.shape[0] == rows != 1
     if magnitude.numel() != (rows if by_row else columns):
         expected = f"{rows} numbers, one a row" if by_row else f"{columns} numbers, one a column"
-        raise _mismatch(module, "DoRA magnitude", magnitude.shape, expected)
+        raise mismatch(module, "DoRA magnitude", magnitude.shape, expected)
     if any(slot.place != (0, 1, 1) for slot, _ in bodies):
-        raise _mismatch(module, "DoRA magnitude", magnitude.shape, "a whole module")
+        raise mismatch(module, "DoRA magnitude", magnitude.shape, "a whole module")
     if not by_row:
         factor = dora_factor(torch.cat(weights), torch.cat(deltas), magnitude, 1)
         return [Change(slot.module, slot.parameter, body, Dora(1, factor)) for slot, body in bodies]
@@ -283,7 +221,7 @@ def _with_dora(
 
 def _parts_of_rows(module: Module, values: torch.Tensor) -> list[torch.Tensor]:
     """A number a row, cut and swapped as the rows are."""
-    return [_cut(Dense(values, 1.0), slot).dense() for slot in module.slots]
+    return [cut(Dense(values, 1.0), slot).dense() for slot in module.slots]
 
 
 def _on_bias(module: Module, body: Dense) -> list[Change]:
@@ -294,66 +232,6 @@ def _on_bias(module: Module, body: Dense) -> list[Change]:
         if shape is None:
             module.unused[plain(module.stem) + " (bias)"] = "this module has no bias to change"
             continue
-        cut = _cut(body, slot)
-        changes.append(Change(slot.module, "bias", _in_shape(module, _at_place(cut, slot, shape[0]), shape)))
+        share = cut(body, slot)
+        changes.append(Change(slot.module, "bias", in_shape(module, at_place(share, slot, shape[0]), shape)))
     return changes
-
-
-def _cut(body: Body, slot: Slot) -> Body:
-    start, stop, whole = slot.share
-    rows = body.shape[0]
-    if slot.swap_halves:
-        body = swapped(body)
-    return body if whole == 1 else body.rows(rows * start // whole, rows * stop // whole)
-
-
-def _at_place(body: Body, slot: Slot, num_rows: int) -> Body:
-    start, _, whole = slot.place
-    return body if whole == 1 else placed(body, num_rows * start // whole, num_rows)
-
-
-def _fitted(module: Module, body: Body, slot: Slot) -> Body:
-    """The rows of `body` that are the slot's, in the shape of its parameter."""
-    name = f"{slot.module}.{slot.parameter}".lstrip(".")
-    shape = module.shape_of(name)
-    if shape is None:
-        raise _mismatch(module, "change", body.shape, f"no {slot.parameter} in {slot.module}")
-    whole = slot.share[2]
-    if body.shape[0] % whole:
-        raise _mismatch(module, "change", body.shape, f"a number of rows that divides by {whole}")
-    cut = _cut(body, slot)
-    start, stop, parts = slot.place
-    if parts != 1 and cut.shape[0] * parts != shape[0] * (stop - start):
-        raise _mismatch(module, "change", cut.shape, f"{shape[0] * (stop - start) // parts} rows")
-    return _in_shape(module, _at_place(cut, slot, shape[0]), shape)
-
-
-def _in_shape(module: Module, body: Body, shape: tuple[int, ...]) -> Body:
-    if body.shape == shape:
-        return body
-    if _without_ones(body.shape) == _without_ones(shape):
-        return body.reshaped(shape)
-    if len(shape) == len(body.shape) or body.shape[0] != shape[0]:
-        raise _mismatch(module, "change", body.shape, list(shape))
-    if body.shape[0] == shape[0] and _product(body.shape) == _product(shape):
-        return body.reshaped(shape)
-    raise _mismatch(module, "change", body.shape, list(shape))
-
-
-def _without_ones(shape: tuple[int, ...]) -> list[int]:
-    return [size for size in shape if size != 1]
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
-
-
-def _mismatch(module: Module, what: str, found: object, expected: object) -> Trouble:
-    return Trouble(
-        "shape_mismatch",
-        f"{module.source.name}: the {what} for {plain(module.stem)} is {list(found)}, but this model expects {expected}.",
-        hint="The LoRA is for another size or another model; nothing was changed.",
-    )

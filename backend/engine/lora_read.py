@@ -15,7 +15,8 @@ from backend.catalog.lora_kind import families_of, named, outline_of
 from backend.engine import lora_cold
 from backend.engine.lora_alpha import alpha_rules, warnings
 from backend.engine.lora_body import Change
-from backend.engine.lora_build import Module, changes_of
+from backend.engine.lora_build import changes_of
+from backend.engine.lora_module import Module
 from backend.engine.lora_names import Resolved, index_of, resolve
 from backend.engine.lora_source import Source
 from backend.schema.messages import Trouble

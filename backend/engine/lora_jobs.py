@@ -1,0 +1,270 @@
+"""What can be done with LoRA files, one function a tool, each with plain values in and out, so that the worker and the command line share them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from backend.catalog.header import read_layout
+from backend.catalog.identify import identify_model
+from backend.engine import lora_files, lora_math
+from backend.engine.lora_book import book_of
+from backend.engine.lora_content import family_for, read_content
+from backend.engine.lora_convert import STORED, base_part, carried, convert, write_contents
+from backend.engine.lora_files import Progress, Stop, never, nothing
+from backend.engine.lora_source import open_source
+from backend.schema.messages import Trouble
+
+
+def run_tool(values: dict, *, on_progress: Progress = nothing, should_stop: Stop = never) -> dict:
+    """Does what `values["tool"]` names, with the other values as its settings; the answer is JSON. Raises Trouble or Cancelled."""
+    tool = TOOLS.get(values.get("tool", ""))
+    if tool is None:
+        raise Trouble("bad_value", f"There is no tool {values.get('tool')!r}.", hint=f"There are {', '.join(TOOLS)}.")
+    known = tool.__code__.co_varnames[: tool.__code__.co_argcount + tool.__code__.co_kwonlyargcount]
+    settings = {key: value for key, value in values.items() if key not in ("tool", "command", "id")}
+    strange = [key for key in settings if key not in known or key in ("on_progress", "should_stop")]
+    if strange:
+        raise Trouble("bad_value", f"The tool {values['tool']} has no setting {strange[0]!r}.")
+    try:
+        return tool(**settings, on_progress=on_progress, should_stop=should_stop)
+    except TypeError as error:
+        if "missing" not in str(error):
+            raise
+        raise Trouble("bad_value", f"The tool {values['tool']} lacks a setting: {error}.") from None
+
+
+def run_convert(
+    path: str,
+    out: str,
+    layout: str,
+    *,
+    family: str = "",
+    base: str | None = None,
+    overwrite: bool = False,
+    on_progress: Progress = nothing,
+    should_stop: Stop = never,
+) -> dict:
+    """A LoRA in the layout of diffusers, ComfyUI or kohya, proven by reading it back."""
+    proof = convert(
+        Path(path),
+        Path(out),
+        layout,
+        families=_families(),
+        family=family,
+        base=Path(base) if base else None,
+        overwrite=overwrite,
+        on_progress=on_progress,
+        should_stop=should_stop,
+    )
+    return {
+        "path": out,
+        "modules": proof.num_modules,
+        "worst": proof.worst,
+        "unused": proof.unused,
+        "said": f"{proof.num_modules} modules written and read back; the largest difference is {proof.worst:.1e} of a change.",
+    }
+
+
+def run_merge(
+    paths: Sequence[str],
+    strengths: Sequence[float],
+    out: str,
+    *,
+    layout: str = "comfyui",
+    rank: int | None = None,
+    dtype: str = "float32",
+    family: str = "",
+    overwrite: bool = False,
+    on_progress: Progress = nothing,
+    should_stop: Stop = never,
+) -> dict:
+    """Several LoRAs as one: exactly, side by side, or at `rank` with the error stated."""
+    if len(paths) != len(strengths) or not paths:
+        raise Trouble("bad_value", f"There are {len(paths)} files and {len(strengths)} strengths; each file takes one.")
+    sources = [open_source(path) for path in paths]
+    chosen = family_for(sources[0], _families(), family)
+    book = book_of(chosen)
+    parts = [
+        (read_content(source, book)[0], float(strength)) for source, strength in zip(sources, strengths, strict=True)
+    ]
+    whole = lora_math.merged(parts)
+    said = "exactly"
+    error = 0.0
+    if rank:
+        small = lora_math.reduced(whole, rank=rank, on_progress=on_progress, should_stop=should_stop)
+        whole, error = small.contents, small.error
+        said = f"at rank {rank}, which loses {error:.2%}"
+    names = ", ".join(f"{source.name} x {strength:g}" for source, (_, strength) in zip(sources, parts, strict=True))
+    metadata = {"format": "pt", "loft.layout": layout, "loft.family": chosen.NAME, "modelspec.merged_from": names}
+    write_contents(out, whole, layout, book, metadata, dtype, overwrite, on_progress, should_stop)
+    return {"path": out, "modules": len(whole), "error": error, "said": f"{len(paths)} files merged {said}."}
+
+
+def run_resize(
+    path: str,
+    out: str,
+    *,
+    rank: int | None = None,
+    energy: float | None = None,
+    layout: str = "comfyui",
+    dtype: str = "float32",
+    family: str = "",
+    overwrite: bool = False,
+    on_progress: Progress = nothing,
+    should_stop: Stop = never,
+) -> dict:
+    """A LoRA of a smaller rank: `rank` everywhere, or for each module the least that keeps the share `energy`."""
+    source = open_source(path)
+    chosen = family_for(source, _families(), family)
+    book = book_of(chosen)
+    small = lora_math.reduced(
+        read_content(source, book)[0], rank=rank, energy=energy, on_progress=on_progress, should_stop=should_stop
+    )
+    write_contents(
+        out, small.contents, layout, book, carried(source.metadata, layout), dtype, overwrite, on_progress, should_stop
+    )
+    ranks = sorted(set(small.ranks.values()))
+    shown = f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else str(ranks[0] if ranks else 0)
+    return {
+        "path": out,
+        "modules": len(small.contents),
+        "error": small.error,
+        "ranks": small.ranks,
+        "said": f"Rank {shown}; {small.error:.2%} of the change is lost.",
+    }
+
+
+def run_extract(
+    tuned: str,
+    base: str,
+    out: str,
+    *,
+    rank: int = 32,
+    layout: str = "comfyui",
+    dtype: str = "float32",
+    overwrite: bool = False,
+    on_progress: Progress = nothing,
+    should_stop: Stop = never,
+) -> dict:
+    """The LoRA that makes a tuned model of its base."""
+    spec = identify_model(base, _families())
+    family = next(one for one in _families() if spec.family == one.NAME)
+    part = base_part(Path(base), _families())
+    found = lora_math.extracted(
+        base_part(Path(tuned), _families()), part, rank=rank, on_progress=on_progress, should_stop=should_stop
+    )
+    metadata = {"format": "pt", "loft.layout": layout, "loft.family": family.NAME, "loft.base": Path(base).name}
+    write_contents(
+        out, found.contents, layout, book_of(family, part), metadata, dtype, overwrite, on_progress, should_stop
+    )
+    return {
+        "path": out,
+        "modules": len(found.contents),
+        "error": found.error,
+        "said": f"{len(found.contents)} modules at rank {rank}; {found.error:.2%} of the difference is lost.",
+    }
+
+
+def run_bake(
+    base: str,
+    paths: Sequence[str],
+    strengths: Sequence[float],
+    out: str,
+    *,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    on_progress: Progress = nothing,
+    should_stop: Stop = never,
+) -> dict:
+    """A checkpoint with LoRAs in its weights."""
+    if len(paths) != len(strengths) or not paths:
+        raise Trouble("bad_value", f"There are {len(paths)} files and {len(strengths)} strengths; each file takes one.")
+    spec = identify_model(base, _families())
+    family = next(one for one in _families() if spec.family == one.NAME)
+    loras = [(Path(path), float(strength)) for path, strength in zip(paths, strengths, strict=True)]
+    report = lora_math.bake(
+        base_part(Path(base), _families()),
+        loras,
+        Path(out),
+        family=family,
+        families=_families(),
+        dtype=STORED[dtype] if dtype else None,
+        overwrite=overwrite,
+        on_progress=on_progress,
+        should_stop=should_stop,
+    )
+    lines = [f"{name}: {applied} modules" for name, applied, _ in report]
+    return {"path": out, "unused": {name: unused for name, _, unused in report}, "said": "; ".join(lines) + "."}
+
+
+def run_metadata(
+    path: str,
+    *,
+    out: str | None = None,
+    set: dict[str, str] | None = None,
+    remove: Sequence[str] = (),
+    strip: bool = False,
+    overwrite: bool = False,
+    on_progress: Progress = nothing,
+    should_stop: Stop = never,
+) -> dict:
+    """Metadata read, or with `set`, `remove` or `strip` changed, in another file or (with `overwrite`) in place."""
+    if not (set or remove or strip):
+        return {"path": path, "metadata": read_layout(path).metadata}
+    if out is None and not overwrite:
+        raise Trouble(
+            "exists", f"{path} would be changed in place.", hint="Name another file, or ask for it to be replaced."
+        )
+    written = lora_files.edit_metadata(
+        Path(path),
+        Path(out) if out else None,
+        set=set,
+        remove=remove,
+        strip=strip,
+        overwrite=overwrite,
+        on_progress=on_progress,
+        should_stop=should_stop,
+    )
+    return {"path": str(written), "metadata": read_layout(written).metadata, "said": f"{written.name} is written."}
+
+
+def run_to_safetensors(
+    path: str,
+    *,
+    out: str | None = None,
+    overwrite: bool = False,
+    on_progress: Progress = nothing,
+    should_stop: Stop = never,
+) -> dict:
+    """A pickle as safetensors, opened so that it can run no code."""
+    written = lora_files.to_safetensors(
+        Path(path), Path(out) if out else None, overwrite=overwrite, on_progress=on_progress, should_stop=should_stop
+    )
+    return {"path": str(written), "said": f"{written.name} is written."}
+
+
+def run_strengths(path: str, *, family: str = "", on_progress: Progress = nothing, should_stop: Stop = never) -> dict:
+    """How strongly a LoRA acts on each block: the Frobenius norm of its change."""
+    source = open_source(path)
+    contents, unused = read_content(source, book_of(family_for(source, _families(), family)))
+    blocks = [{"name": name, "norm": norm, "modules": count} for name, norm, count in lora_math.strengths(contents)]
+    return {"path": path, "blocks": blocks, "unused": unused}
+
+
+TOOLS: dict[str, Callable[..., dict]] = {
+    "convert": run_convert,
+    "merge": run_merge,
+    "resize": run_resize,
+    "extract": run_extract,
+    "bake": run_bake,
+    "metadata": run_metadata,
+    "to_safetensors": run_to_safetensors,
+    "strengths": run_strengths,
+}
+
+
+def _families() -> tuple:
+    from backend.families import FAMILIES
+
+    return FAMILIES

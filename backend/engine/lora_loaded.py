@@ -1,0 +1,52 @@
+"""What is known of a LoRA that acts, and small questions about it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from backend.engine.lora_body import Change
+from backend.schema.messages import Trouble
+from backend.schema.request import LoraReceipt
+
+FileOrTensors = str | os.PathLike | Mapping[str, torch.Tensor]
+
+
+@dataclass
+class Loaded:
+    """One LoRA that acts. `changes`: by part; for a cold one they are dropped and read again from the file when needed."""
+
+    source: FileOrTensors
+    receipt: LoraReceipt
+    names: dict[str, tuple[str, ...]]  # part -> parameters it changes
+    changes: dict[str, list[Change]] | None = None
+    hot: dict[str, bool] = field(default_factory=dict)  # part -> beside the weights, or in them
+
+
+def modules_of(names: Iterable[str]) -> set[str]:
+    return {name.rpartition(".")[0] for name in names}
+
+
+def of_part(kept: Mapping[tuple[str, str], torch.Tensor], part: str) -> dict[str, torch.Tensor]:
+    return {name: tensor for (owner, name), tensor in kept.items() if owner == part}
+
+
+def check_strength(strength: float) -> None:
+    if not isinstance(strength, int | float) or strength != strength or abs(strength) == float("inf"):
+        raise Trouble("bad_value", f"A LoRA's strength must be a finite number, not {strength!r}.")
+
+
+def family_of(modules: Mapping[str, nn.Module], families: Sequence[ModuleType]) -> ModuleType | None:
+    """The family whose networks these modules are."""
+    for part, module in modules.items():
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        for family in families:
+            described = family.PARTS.get(part)
+            if described and described.network.rpartition(":")[2] in kinds:
+                return family
+    return None

@@ -1,0 +1,132 @@
+"""Tools for LoRA files on the command line: `python -m backend.engine.lora_tools --help`. The worker calls `run_tool`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+from backend.engine import Cancelled
+from backend.engine.lora_jobs import STORED, TOOLS, run_tool
+from backend.engine.lora_layouts import LAYOUTS
+from backend.schema.messages import Trouble
+
+__all__ = ["main", "run_tool"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Answers the exit status: 0, 1 with a sentence on stderr, 130 if interrupted."""
+    values = vars(_parser().parse_args(arguments))
+    said = values.pop("pairs", None)
+    if said is not None:
+        values["paths"], values["strengths"] = zip(*map(_pair, said), strict=True)
+    if "set" in values:
+        values["set"] = dict(entry.partition("=")[::2] for entry in values["set"])
+    try:
+        answer = run_tool(values, on_progress=_Bar().show)
+    except Trouble as trouble:
+        print(f"\n{trouble}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, Cancelled):
+        print("\nStopped; nothing was written.", file=sys.stderr)
+        return 130
+    print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
+    _tell(answer)
+    return 0
+
+
+def _tell(answer: dict) -> None:
+    for block in answer.get("blocks", ()):
+        print(f"{block['norm']:10.4f}  {block['modules']:4d}  {block['name']}")
+    for key, value in answer.get("metadata", {}).items():
+        print(f"{key}: {value if len(value) <= 200 else value[:200] + ' ...'}")
+    for key, why in answer.get("unused", {}).items():
+        print(f"not used: {key}: {why}")
+    if "said" in answer:
+        print(f"{answer['said']} {answer['path']}")
+
+
+def _pair(text: str) -> tuple[str, float]:
+    """FILE or FILE:STRENGTH (a drive letter's colon is no separator)."""
+    path, colon, strength = text.rpartition(":")
+    try:
+        return (path, float(strength)) if colon and len(path) > 1 else (text, 1.0)
+    except ValueError:
+        return text, 1.0
+
+
+class _Bar:
+    """Per cent on stderr, ten times a second at most."""
+
+    def __init__(self):
+        self.last = 0.0
+
+    def show(self, done: int, total: int) -> None:
+        if time.monotonic() - self.last > 0.1 and sys.stderr.isatty():
+            self.last = time.monotonic()
+            print(f"\r{100 * done // max(1, total):3d} %", end="", file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m backend.engine.lora_tools", description=__doc__)
+    tools = parser.add_subparsers(dest="tool", required=True)
+
+    def tool(name: str, *, writes: bool = True) -> argparse.ArgumentParser:
+        one = tools.add_parser(name, help=TOOLS[name].__doc__, description=TOOLS[name].__doc__)
+        if writes:
+            one.add_argument("--overwrite", action="store_true", help="Replace a file that is there.")
+        return one
+
+    def stored(one: argparse.ArgumentParser) -> None:
+        one.add_argument("--layout", choices=LAYOUTS, default="comfyui")
+        one.add_argument("--dtype", choices=STORED, default="float32")
+
+    family = {"default": "", "help": "For which family, where the file does not tell."}
+    one = tool("convert")
+    one.add_argument("path")
+    one.add_argument("out")
+    one.add_argument("--layout", choices=LAYOUTS, required=True)
+    one.add_argument("--family", **family)
+    one.add_argument("--base", help="A model of the family, for names of an unusual depth.")
+    one = tool("merge")
+    one.add_argument("pairs", nargs="+", metavar="FILE:STRENGTH")
+    one.add_argument("--out", required=True)
+    one.add_argument("--rank", type=int, help="Reduce to this rank; without it the merge is exact.")
+    one.add_argument("--family", **family)
+    stored(one)
+    one = tool("resize")
+    one.add_argument("path")
+    one.add_argument("out")
+    one.add_argument("--rank", type=int)
+    one.add_argument("--energy", type=float, help="Share of the squared singular values to keep, such as 0.95.")
+    one.add_argument("--family", **family)
+    stored(one)
+    one = tool("extract")
+    one.add_argument("tuned")
+    one.add_argument("base")
+    one.add_argument("out")
+    one.add_argument("--rank", type=int, default=32)
+    stored(one)
+    one = tool("bake")
+    one.add_argument("base")
+    one.add_argument("pairs", nargs="+", metavar="FILE:STRENGTH")
+    one.add_argument("--out", required=True)
+    one.add_argument("--dtype", choices=STORED)
+    one = tool("metadata")
+    one.add_argument("path")
+    one.add_argument("--out")
+    one.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    one.add_argument("--remove", action="append", default=[], metavar="KEY")
+    one.add_argument("--strip", action="store_true", help="Remove everything but the format.")
+    one = tool("to_safetensors")
+    one.add_argument("path")
+    one.add_argument("--out")
+    one = tool("strengths", writes=False)
+    one.add_argument("path")
+    one.add_argument("--family", **family)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
