@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
+import time
 from pathlib import Path
 
 from backend.schema.messages import Trouble
@@ -18,10 +20,21 @@ def write_text(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
+        _replace(partial, path)
     except OSError:
         partial.unlink(missing_ok=True)
         raise
+
+
+def _replace(partial: Path, path: Path) -> None:
+    """Windows refuses for as long as somebody reads the old file, which is a moment."""
+    for _ in range(25 if sys.platform == "win32" else 0):
+        try:
+            partial.replace(path)
+            return
+        except PermissionError:
+            time.sleep(0.02)
+    partial.replace(path)
 
 
 def not_written(what: str, error: OSError) -> Trouble:

@@ -46,8 +46,9 @@ def start(argv: Sequence[str], places: Places) -> Worker:
     """Starts a worker on the data folder of `places`. Raises Trouble("not_started") or OSError."""
     log = log_of(places)
     log.parent.mkdir(parents=True, exist_ok=True)
-    if log.exists() and log.stat().st_size > LOG_BYTES:
-        log.replace(log.with_suffix(".old.log"))
+    with contextlib.suppress(OSError):  # not while another still writes to it
+        if log.stat().st_size > LOG_BYTES:
+            log.replace(log.with_suffix(".old.log"))
     env = processes.child_environment(places.root)
     process, child = processes.start_piped(argv, log=log, cwd=places.root, env=env, mark=mark_of(places))
     with contextlib.suppress(OSError):  # only for the next studio; a full disk must not cost the picture
