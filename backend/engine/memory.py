@@ -10,6 +10,7 @@ import gc
 import os
 import platform
 import sys
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -210,22 +211,35 @@ def reserved(device: str | torch.device) -> int:
 
 
 class Peak:
-    """The highest `allocated` since it was made. CUDA, XPU and NPU count themselves; else `look()` is to be called often."""
+    """The highest `allocated` since it was made. CUDA, XPU, NPU and Linux count themselves; else `look()` is to be called often."""
 
     def __init__(self, device: str | torch.device):
         self.device = torch.device(device)
         self.highest_bytes = allocated(self.device)
-        module = _module(self.device.type)
-        self._counts = hasattr(module, "reset_peak_memory_stats")
-        if self._counts:
-            module.reset_peak_memory_stats(self.device)
+        self._counter = None
+        if hasattr(_module(self.device.type), "reset_peak_memory_stats"):
+            _module(self.device.type).reset_peak_memory_stats(self.device)
+            self._counter = lambda: _module(self.device.type).max_memory_allocated(self.device)
+        elif self.device.type == "cpu" and _forget_high_water():
+            self._counter = _high_water
 
     def look(self) -> int:
-        if self._counts:
-            self.highest_bytes = max(self.highest_bytes, _module(self.device.type).max_memory_allocated(self.device))
-        else:
-            self.highest_bytes = max(self.highest_bytes, allocated(self.device))
+        self.highest_bytes = max(self.highest_bytes, (self._counter or partial(allocated, self.device))())
         return self.highest_bytes
+
+
+def _forget_high_water() -> bool:
+    """Makes Linux count the highest resident memory of this process anew; False where it does not."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        return _high_water() > 0
+    except OSError:
+        return False
+
+
+def _high_water() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
 
 
 def give_back(device: str | torch.device) -> None:
@@ -247,13 +261,6 @@ def _trim() -> None:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):
         return  # another C library, which has no such call
-
-
-def synchronize(device: str | torch.device) -> None:
-    """Waits until the device has done what was asked of it."""
-    module = _module(torch.device(device).type)
-    if module is not None and hasattr(module, "synchronize"):
-        module.synchronize()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
