@@ -13,6 +13,7 @@ LOG_TAIL_BYTES = 64 * 1024
 LOG_LINE_CHARACTERS = 2000
 RECENT_STEPS = 20
 KEPT_NOTES = 20
+KEPT_STEPS = 40_000  # an even number
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -152,6 +153,15 @@ def _take_step(journal: Journal, values: dict) -> None:
         journal.steps.append(journal.step)
         journal.losses.append(loss)
         journal.seconds.append(seconds or 0.0)
+        if len(journal.steps) >= KEPT_STEPS:
+            _thin(journal)
+
+
+def _thin(journal: Journal) -> None:
+    """Every two steps become one with their mean loss: a run of a million steps is still a small thing to keep."""
+    journal.steps = journal.steps[1::2]
+    journal.losses = array("d", (sum(pair) / 2 for pair in zip(journal.losses[::2], journal.losses[1::2])))
+    journal.seconds = journal.seconds[1::2]
 
 
 def _take_sample(journal: Journal, values: dict) -> None:

@@ -14,7 +14,7 @@ from backend.schema.places import Places
 
 LIVE = ("starting", "running", "stopping")
 RESUMABLE = ("stopped", "died", "failed")
-KEPT_JOURNALS = 64
+KEPT_JOURNALS = 1000  # more than a list of runs holds: each reading of the list touches them all
 _reading = threading.Lock()
 _journals: OrderedDict[Path, Journal] = OrderedDict()  # a memo of what was parsed; the files alone are the truth
 

@@ -52,7 +52,9 @@ def test_a_file_is_old_or_new_never_torn(disk):
 
 def test_a_run_that_finds_no_room_is_not_made(disk):
     fill(disk)
-    with pytest.raises(Trouble, match=r"The run's folder could not be written: No space left on device\. Free some space"):
+    with pytest.raises(
+        Trouble, match=r"The run's folder could not be written: No space left on device\. Free some space"
+    ):
         runs.create(CONFIG, Places(disk))
     assert list((disk / "runs").iterdir()) == []
 

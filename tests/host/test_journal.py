@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from backend.host.journal import LOG_TAIL_BYTES, Journal, log_tail
+from backend.host.journal import KEPT_STEPS, LOG_TAIL_BYTES, Journal, log_tail
 from backend.schema.messages import to_line
 
 
@@ -109,6 +109,19 @@ def test_the_curve_is_thinned_and_keeps_its_mean(tmp_path, total):
         assert sum(full) / len(full) == pytest.approx(sum(number % 7 for number in range(1, whole + 1)) / whole)
     if 0 < total <= 400:
         assert list(series.losses) == [number % 7 for number in range(1, total + 1)]
+
+
+def test_a_very_long_run_is_kept_small(tmp_path):
+    line = to_line("step", step=0, total_steps=100_000, epoch=1, loss=0.0, learning_rate=1e-4, seconds=0.5)
+    with (tmp_path / "events.jsonl").open("w") as file:
+        for number in range(1, 100_001):
+            file.write(line.replace('"step": 0', f'"step": {number}').replace('"loss": 0.0', f'"loss": {number % 8}'))
+    journal = Journal(tmp_path)
+    journal.update()
+    assert journal.step == 100_000 and journal.seconds_per_step == 0.5
+    assert 20_000 <= len(journal.steps) == len(journal.losses) == len(journal.seconds) <= KEPT_STEPS
+    series = journal.loss_series(400)
+    assert series.steps[-1] == 100_000 and max(abs(loss - 3.5) for loss in series.losses) < 0.2
 
 
 def test_a_log_is_shown_as_a_terminal_would(tmp_path):

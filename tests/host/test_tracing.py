@@ -35,7 +35,9 @@ def test_unknown_networks_are_traced(data, tmp_path):
         end = time.monotonic() + 400
         while sizes_of(spec, folder=tracing.folder(data)).estimating and time.monotonic() < end:
             time.sleep(0.5)
-        assert not sizes_of(spec, folder=tracing.folder(data)).estimating, (tracing.folder(data) / "log.txt").read_text()
+        assert not sizes_of(spec, folder=tracing.folder(data)).estimating, (
+            tracing.folder(data) / "log.txt"
+        ).read_text()
     finally:
         tracing.end(data)
     known = estimate_for_page(spec, card, GenerationRequest(width=64, height=64), user=data.user)
