@@ -204,7 +204,9 @@ def serve(studio: Studio, host: str, port: int, logins: list[tuple[str, str]]) -
     os.environ.setdefault("GRADIO_TEMP_DIR", str(studio.places.cache / "uploads"))
     page = build(studio)
     for function in page.fns.values():
-        function.api_visibility = "private"  # else each is described, with paths of this machine, to whoever opens the page
+        function.api_visibility = (
+            "private"  # else each is described, with paths of this machine, to whoever opens the page
+        )
     page.launch(
         server_name=host,
         server_port=port,

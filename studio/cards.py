@@ -6,6 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from backend.catalog.spec import LoraSpec, ModelSpec
 from backend.schema.messages import Trouble
@@ -87,15 +88,22 @@ def picture_of(spec: LoraSpec, studio: Studio) -> str:
         value = spec.metadata.get(key, "")
         if value.startswith(("data:image/png;base64,", "data:image/webp;base64,", "data:image/jpeg;base64,")):
             return safe(value)
-    samples = (
-        sorted(spec.path.parent.glob("samples/step-*/0.png")) if is_inside(spec.path, (studio.places.runs,)) else []
-    )
     beside = [spec.path.with_suffix(kind) for kind in (".png", ".jpg", ".jpeg", ".webp")]
-    found = next((path for path in (*reversed(samples[-1:]), *beside) if path.is_file()), None)
+    found = next((path for path in (*_samples(spec, studio), *beside) if path.is_file()), None)
     if found is None:
         return ""
     small = thumbnail(found, studio.places.cache)
     return studio.address(small) if small != found else ""
+
+
+def _samples(spec: LoraSpec, studio: Studio) -> list[Path]:
+    """Sample pictures of the run that wrote the file: those of its very step first."""
+    if not is_inside(spec.path, (studio.places.runs,)):
+        return []
+    folder = spec.path.parent / "samples"
+    step = spec.metadata.get("steps", "")
+    own = [folder / f"step-{int(step):06d}" / "0.png"] if step.isdigit() else []
+    return [*own, *sorted(folder.glob("step-*/0.png"), reverse=True)]
 
 
 def _broken(entry: Trouble) -> str:

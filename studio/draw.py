@@ -94,9 +94,8 @@ def bars(values: Sequence[tuple[str, float]], *, title: str) -> str:
     most = max((value for _, value in values), default=0.0)
     if most <= 0:
         return ""
-    width = max(6, min(24, 560 // len(values)))
     columns = "".join(
-        f'<i style="height:{max(value / most, 0.01) * 100:.0f}%;width:{width}px" title="{safe(name)}: {value:.3g}"></i>'
+        f'<i style="height:{max(value / most, 0.01) * 100:.0f}%" title="{safe(name)}: {value:.3g}"></i>'
         for name, value in values
     )
     return (

@@ -49,7 +49,9 @@ def strip(snapshot: EngineSnapshot, cards: Sequence[Card], live_runs: Sequence[R
     """The line at the top: device, memory of card and RAM, what is going on."""
     look, words = activity(snapshot, live_runs)
     meters = []
-    name = snapshot.device_name or (cards[0].name if cards else "")
+    name = cards[0].name if cards else ""
+    if snapshot.device and snapshot.device not in [card.device for card in cards]:
+        name = snapshot.device_name
     for card in cards:
         if card.device != "cpu":
             used = card.total_bytes - card.free_bytes

@@ -57,3 +57,17 @@ def apply(preset: Preset, config: TrainingConfig) -> TrainingConfig:
         raise Trouble(
             trouble.kind, f"The preset {preset.title!r} cannot be used. {trouble.message}", hint=trouble.hint
         ) from None
+
+
+def matching(config: TrainingConfig, found: list[Preset]) -> str | None:
+    """The name of the first preset whose settings `config` has, all of them."""
+    values = to_values(config)
+    return next((preset.name for preset in found if _holds(values, preset)), None)
+
+
+def _holds(values: dict, preset: Preset) -> bool:
+    try:
+        wanted = to_values(from_values(TrainingConfig, preset.values))
+    except Trouble:
+        return False
+    return all(values[name] == wanted[name] for name in preset.values if name not in KEPT)

@@ -176,7 +176,7 @@ def fill(studio: Studio, tab: Train, config: TrainingConfig) -> list:
     at = names.index("dataset_base_path")
     values[at] = gr.update(choices=captions.choices(studio.places), value=config.dataset.dataset_base_path or None)
     found = presets.presets(studio.places)
-    choice = gr.update(choices=[(item.title, item.name) for item in found])
+    choice = gr.update(choices=[(item.title, item.name) for item in found], value=presets.matching(config, found))
     return [*values, command_of(config), shown_editor(config, 0), 0, choice]
 
 

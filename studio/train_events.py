@@ -38,13 +38,14 @@ def _wire_form(studio: Studio, tab: Train, ui: gr.BrowserState, redraw: Callable
     def changed(choice: dict, *values):
         config = form.read_or_none(tab.form, values, base=remembered(studio))
         if config is None:
-            return gr.skip(), gr.skip()
+            return gr.skip(), gr.skip(), gr.skip()
         write_config(training_file(studio.places), config)
-        return command_of(config), plan_of(studio, config, choice["card"])
+        preset = presets.matching(config, presets.presets(studio.places))
+        return command_of(config), plan_of(studio, config, choice["card"]), preset
 
     parts = [part.input for name, part in tab.form.controls.items() if name != "dataset_base_path"]
     inputs = [ui, *tab.form.components]
-    gr.on(parts, changed, inputs, [tab.command, tab.plan], trigger_mode="always_last", **QUIET)
+    gr.on(parts, changed, inputs, [tab.command, tab.plan, tab.preset], trigger_mode="always_last", **QUIET)
 
     def act_on_plan(event: gr.EventData, choice: dict, *values):
         if event.do == "card":
