@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "backend.training": {"backend.training", "backend.engine", "backend.families", "backend.catalog", "backend.schema"},
 }
 # Their functions may import heavy libraries, since only the engine calls those; importing the modules brings none.
-HEAVY_INSIDE_FUNCTIONS = ("backend.families", "backend.catalog.download")
+HEAVY_INSIDE_FUNCTIONS = ("backend.families", "backend.catalog.hubs")
 MAY_BE_HEAVY = {"backend.engine", "backend.training", "backend.pipelines"}
 STANDARD_LIBRARY_ONLY = ("launch.py", "backend/host/environment.py", *(f"backend/schema/{name}" for name in ("*.py",)))
 

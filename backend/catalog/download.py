@@ -3,7 +3,8 @@
     python -m backend.catalog.download Qwen/Qwen-Image "transformer/*.safetensors"
 
 Environment: DIFFSYNTH_MODEL_BASE_PATH (folder of models), DIFFSYNTH_SKIP_DOWNLOAD=true (offline), DIFFSYNTH_DOWNLOAD_SOURCE
-("modelscope" or "huggingface"); also HF_HUB_OFFLINE=1. Offline means that no client is even imported.
+("modelscope" or "huggingface"); also HF_HUB_OFFLINE=1. What it leaves open the preferences say. Offline means that no client is
+even imported.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
+from backend.catalog.hubs import CLIENTS, MARKS
+from backend.schema.knobs import from_file_text
 from backend.schema.messages import Trouble
 from backend.schema.places import ASSETS, Places, places
+from backend.schema.preferences import Preferences
 
-SOURCES = ("modelscope", "huggingface")
+SOURCES = tuple(CLIENTS)
 OnBytes = Callable[[int, int], None]  # done, total
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.[^/]*)?")
-_MARKS = ".loft_incomplete"  # a folder in a model's folder: one file a pattern whose download has not ended
 
 
 def resolve(
@@ -125,17 +128,26 @@ def _is_safe(name: str) -> bool:
 
 
 def is_offline() -> bool:
-    """Whether the environment forbids downloads."""
+    """Whether the environment or the preferences forbid downloads."""
     words = (os.environ.get(name, "").strip().lower() for name in ("DIFFSYNTH_SKIP_DOWNLOAD", "HF_HUB_OFFLINE"))
-    return any(word in ("1", "true", "yes", "on") for word in words)
+    return any(word in ("1", "true", "yes", "on") for word in words) or preferences().offline
 
 
 def _source(source: str | None) -> str:
-    """The source that was asked for, else the environment's, else ModelScope."""
-    chosen = (source or os.environ.get("DIFFSYNTH_DOWNLOAD_SOURCE") or SOURCES[0]).strip().lower()
+    """The source that was asked for, else the environment's, else the preferences'."""
+    named = source or os.environ.get("DIFFSYNTH_DOWNLOAD_SOURCE") or preferences().download_source
+    chosen = named.strip().lower()
     if chosen not in SOURCES:
         raise Trouble("bad_value", f"{chosen!r} is no download source; it can be {' or '.join(SOURCES)}.")
     return chosen
+
+
+def preferences(here: Places | None = None) -> Preferences:
+    """What the person set in this data folder; the defaults where nothing is. Raises Trouble("bad_file")."""
+    try:
+        return from_file_text(Preferences, ((here or places()).user / "preferences.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Preferences()
 
 
 def download(
@@ -143,7 +155,7 @@ def download(
 ) -> None:
     """Brings what matches `pattern` and is not yet under `root`; what an earlier try has brought is kept and continued."""
     source = _source(source)
-    listing, fetch = _CLIENTS[source]
+    listing, fetch = CLIENTS[source]
     try:
         sizes = {name: size for name, size in listing(model_id).items() if _is_safe(name) and matches(name, pattern)}
     except Exception as error:
@@ -181,7 +193,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def _mark(root: Path, pattern: str) -> Path:
-    return root / _MARKS / hashlib.sha256(pattern.encode()).hexdigest()[:16]
+    return root / MARKS / hashlib.sha256(pattern.encode()).hexdigest()[:16]
 
 
 def _is_here(path: Path, size: int) -> bool:
@@ -209,70 +221,6 @@ def _failed(model_id: str, source: str, error: Exception) -> Trouble:
         hint="Is the name right, is the machine online? A second try goes on where this one ended.",
         detail=repr(error),
     )
-
-
-def _list_modelscope(model_id: str) -> dict[str, int]:
-    from modelscope.hub.api import HubApi
-
-    files = HubApi().get_model_files(model_id, recursive=True)
-    return {file["Path"]: int(file["Size"]) for file in files if file.get("Type") != "tree"}
-
-
-def _fetch_modelscope(model_id: str, root: Path, names: list[str], tell: Callable[[int], None] | None) -> None:
-    from modelscope import snapshot_download
-    from modelscope.hub.callback import ProgressCallback
-
-    done = 0
-
-    class Told(ProgressCallback):
-        def update(self, size: int) -> None:
-            nonlocal done
-            done += size
-            tell(done)
-
-    callbacks = [Told] if tell else None
-    snapshot_download(model_id, local_dir=str(root), allow_file_pattern=names, progress_callbacks=callbacks)
-
-
-def _list_huggingface(model_id: str) -> dict[str, int]:
-    from huggingface_hub import HfApi
-
-    found = HfApi().model_info(model_id, files_metadata=True).siblings or ()
-    return {file.rfilename: int(file.size or 0) for file in found}
-
-
-def _fetch_huggingface(model_id: str, root: Path, names: list[str], tell: Callable[[int], None] | None) -> None:
-    """File by file with the client's own transfer, because its `hf_hub_download` throws away what an interrupted try has brought."""
-    from huggingface_hub import HfApi, hf_hub_url
-    from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import build_hf_headers
-    from tqdm.auto import tqdm
-
-    done = 0
-
-    class Told(tqdm):
-        def update(self, n=1):
-            nonlocal done
-            done += n or 0
-            tell(done)
-            return super().update(n)
-
-    commit = HfApi().model_info(model_id).sha
-    for name in names:
-        partial = _mark(root, f"{name}@{commit}").with_suffix(".partial")
-        partial.touch()
-        with partial.open("r+b") as file:
-            got = file.seek(0, os.SEEK_END)
-            done += got
-            url = hf_hub_url(model_id, name, revision=commit)
-            http_get(url, file, resume_size=got, headers=build_hf_headers(), tqdm_class=Told if tell else None)
-            file.flush()
-            os.fsync(file.fileno())
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        partial.replace(root / name)
-
-
-_CLIENTS = {"modelscope": (_list_modelscope, _fetch_modelscope), "huggingface": (_list_huggingface, _fetch_huggingface)}
 
 
 def main(argv: list[str]) -> int:

@@ -18,10 +18,9 @@ from backend.engine.pipeline import Pipeline
 from backend.engine.png import Previews, free_path, save_png
 from backend.engine.preview import Step
 from backend.engine.wire import Wire
-from backend.schema.knobs import from_file_text, from_values
+from backend.schema.knobs import from_values
 from backend.schema.messages import Trouble
 from backend.schema.places import places
-from backend.schema.preferences import Preferences
 from backend.schema.request import (
     GenerationRequest,
     LoraReceipt,
@@ -40,7 +39,7 @@ class Work:
     def __init__(self, wire: Wire):
         memory.set_threads()
         self.wire = wire
-        self.preferences = read_preferences()
+        self.preferences = download.preferences()
         self.device = memory.check_device(self.preferences.device)
         self.pipeline: Pipeline | None = None
         self._model = ""
@@ -207,7 +206,7 @@ class Work:
 
     def _ensure(self, id: str, request: GenerationRequest) -> Pipeline:
         """The pipeline of the request's model, loaded anew only where model, files, preferences or placement ask for it."""
-        self.preferences = read_preferences()
+        self.preferences = download.preferences()
         if memory.check_device(self.preferences.device) != self.device:
             self._close()
             self.device = memory.check_device(self.preferences.device)
@@ -288,11 +287,3 @@ def stamp(spec: ModelSpec) -> tuple:
     """Changes when a file of the model does."""
     files = sorted({file for part in spec.parts.values() for file in part.files})
     return tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
-
-
-def read_preferences() -> Preferences:
-    """What the person set; the defaults where nothing is."""
-    try:
-        return from_file_text(Preferences, (places().user / "preferences.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return Preferences()

@@ -192,7 +192,7 @@ def test_the_clients_bring_what_is_missing_and_go_on_where_they_ended(hub, data,
 
 
 def test_what_is_here_needs_no_network(data, monkeypatch):
-    monkeypatch.setitem(download._CLIENTS, "modelscope", None)  # any use of a client would fail
+    monkeypatch.setitem(download.CLIENTS, "modelscope", None)  # any use of a client would fail
     assert download.resolve("loft/starter", "transformer/*.safetensors")[0].parent.name == "transformer"
     assert download.resolve("loft/starter", "tokenizer/")[0].name == "tokenizer"
     own = data.models / "loft" / "starter" / "transformer" / "mine.safetensors"
@@ -204,7 +204,7 @@ def test_what_is_here_needs_no_network(data, monkeypatch):
 
 @pytest.mark.parametrize("name", ["DIFFSYNTH_SKIP_DOWNLOAD", "HF_HUB_OFFLINE"])
 def test_offline_says_what_is_missing(data, monkeypatch, name):
-    monkeypatch.setitem(download._CLIENTS, "modelscope", None)
+    monkeypatch.setitem(download.CLIENTS, "modelscope", None)
     monkeypatch.setenv(name, "True")
     with pytest.raises(Trouble, match="downloads are switched off") as caught:
         download.resolve("Qwen/Qwen-Image", "transformer/*.safetensors")
@@ -235,13 +235,24 @@ def test_the_environment_names_folder_and_source(data, tmp_path, monkeypatch):
     file.write_bytes(b"x")
     assert download.resolve("a/b", "*.safetensors") == [file]
     asked = []
-    monkeypatch.setitem(download._CLIENTS, "huggingface", (lambda model_id: asked.append(model_id) or {}, None))
+    monkeypatch.setitem(download.CLIENTS, "huggingface", (lambda model_id: asked.append(model_id) or {}, None))
     monkeypatch.setenv("DIFFSYNTH_DOWNLOAD_SOURCE", "huggingface")
     with pytest.raises(Trouble):
         download.resolve("a/c", "*.safetensors")
     assert asked == ["a/c"]
     with pytest.raises(Trouble, match="ftp"):
         download.resolve("a/c", "*.safetensors", source="ftp")
+
+
+def test_preferences_decide_what_the_environment_leaves_open(data, monkeypatch):
+    data.user.mkdir()
+    (data.user / "preferences.json").write_text('{"download_source": "huggingface", "offline": false}')
+    assert download._source(None) == "huggingface" and not download.is_offline()
+    monkeypatch.setenv("DIFFSYNTH_DOWNLOAD_SOURCE", "modelscope")
+    assert download._source(None) == "modelscope"
+    (data.user / "preferences.json").write_text('{"offline": true}')
+    with pytest.raises(Trouble, match="switched off"):
+        download.resolve("a/b", "*.safetensors")
 
 
 def test_incomplete_shards_and_unfinished_downloads_do_not_count(data):
@@ -281,7 +292,7 @@ def test_names_that_lead_elsewhere_are_refused(data, model_id, pattern):
 
 def test_a_disk_too_small_is_said_before_anything_is_brought(data, monkeypatch):
     monkeypatch.setitem(
-        download._CLIENTS, "modelscope", (lambda _: {"x.safetensors": 2**60}, lambda *_: pytest.fail("it was begun"))
+        download.CLIENTS, "modelscope", (lambda _: {"x.safetensors": 2**60}, lambda *_: pytest.fail("it was begun"))
     )
     with pytest.raises(Trouble) as caught:
         download.resolve("a/b", "*.safetensors")

@@ -1,0 +1,84 @@
+"""The two places that models come from, through their own clients: what a model has, and how to bring files of it.
+
+The clients are imported when one is asked for, never before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+MARKS = ".loft_incomplete"  # a folder in a model's folder, for what is still on its way
+OnDone = Callable[[int], None] | None  # bytes so far
+
+
+def _list_modelscope(model_id: str) -> dict[str, int]:
+    from modelscope.hub.api import HubApi
+
+    files = HubApi().get_model_files(model_id, recursive=True)
+    return {file["Path"]: int(file["Size"]) for file in files if file.get("Type") != "tree"}
+
+
+def _fetch_modelscope(model_id: str, root: Path, names: list[str], tell: OnDone) -> None:
+    from modelscope import snapshot_download
+    from modelscope.hub.callback import ProgressCallback
+
+    done, lock = 0, threading.Lock()  # several files arrive at once
+
+    class Told(ProgressCallback):
+        def update(self, size: int) -> None:
+            nonlocal done
+            with lock:
+                done += size
+                tell(done)
+
+    callbacks = [Told] if tell else None
+    snapshot_download(model_id, local_dir=str(root), allow_file_pattern=names, progress_callbacks=callbacks)
+
+
+def _list_huggingface(model_id: str) -> dict[str, int]:
+    from huggingface_hub import HfApi
+
+    found = HfApi().model_info(model_id, files_metadata=True).siblings or ()
+    return {file.rfilename: int(file.size or 0) for file in found}
+
+
+def _fetch_huggingface(model_id: str, root: Path, names: list[str], tell: OnDone) -> None:
+    """File by file with the client's own transfer, because its `hf_hub_download` throws away what an interrupted try has brought."""
+    from huggingface_hub import HfApi, hf_hub_url
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
+    from tqdm.auto import tqdm
+
+    done = 0
+
+    class Told(tqdm):
+        def update(self, n=1):
+            nonlocal done
+            done += n or 0
+            tell(done)
+            return super().update(n)
+
+    commit = HfApi().model_info(model_id).sha
+    for name in names:
+        partial = root / MARKS / hashlib.sha256(f"{name}@{commit}".encode()).hexdigest()[:24]
+        partial.touch()
+        with partial.open("r+b") as file:
+            got = file.seek(0, os.SEEK_END)
+            done += got
+            url = hf_hub_url(model_id, name, revision=commit)
+            http_get(url, file, resume_size=got, headers=build_hf_headers(), tqdm_class=Told if tell else None)
+            file.flush()
+            os.fsync(file.fileno())
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        partial.replace(root / name)
+
+
+# source -> (what a model has: {name: bytes}, how to bring some of it)
+CLIENTS = {
+    "modelscope": (_list_modelscope, _fetch_modelscope),
+    "huggingface": (_list_huggingface, _fetch_huggingface),
+}
