@@ -20,6 +20,7 @@ from backend.schema.messages import Trouble
 LARGEST_HEADER_BYTES = 32 * 2**20  # the largest honest headers (20,000 tensors, a thumbnail) are a tenth of this
 MOST_DIMENSIONS = 16
 LARGEST = 2**63
+ZIPPED = b"PK\x03\x04"
 DTYPE_BITS = {
     **dict.fromkeys(("F4",), 4),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
@@ -38,7 +39,7 @@ class Header:
     path: Path
     tensors: dict[str, TensorAt]
     metadata: dict[str, str] = field(default_factory=dict)
-    container: str = "safetensors"  # "safetensors" | "gguf"
+    container: str = "safetensors"  # "safetensors" | "gguf" | "pickle"
 
 
 @dataclass(frozen=True)
@@ -52,18 +53,26 @@ class Layout:
 
 
 def read_header(path: str | os.PathLike) -> Header:
-    """The header of a safetensors or GGUF file. Troubles: "missing_file", "damaged", "not_recognised" (another kind of file)."""
+    """The header of a safetensors or GGUF file, or of a zipped PyTorch checkpoint.
+
+    Troubles: "missing_file", "damaged", "not_recognised" (another kind of file), "not_supported".
+    """
     path = Path(path)
-    if _first_bytes(path, 4) == b"GGUF":
+    start = _first_bytes(path, 4)
+    if start == b"GGUF":
         from backend.catalog.gguf import read_gguf
 
         return read_gguf(path)
+    if start == ZIPPED:
+        from backend.catalog.pickled import read_pickled
+
+        return read_pickled(path)
     layout = read_layout(path)
-    start = layout.data_start
+    begins = layout.data_start
     tensors = {}
     for name, entry in layout.entries.items():
         begin, end = entry["data_offsets"]
-        tensors[name] = TensorAt(path, name, entry["dtype"], tuple(entry["shape"]), start + begin, start + end)
+        tensors[name] = TensorAt(path, name, entry["dtype"], tuple(entry["shape"]), begins + begin, begins + end)
     return Header(path, tensors, layout.metadata)
 
 
@@ -121,7 +130,7 @@ def _header_text(path: Path) -> tuple[bytes, int]:
 
 
 def _check_length(path: Path, start: bytes, length: int, nbytes: int) -> None:
-    if length > nbytes - 8 and (start[:4] == b"PK\x03\x04" or (start[0] == 0x80 and 2 <= start[1] <= 5)):
+    if length > nbytes - 8 and (start[:4] == ZIPPED or (start[0] == 0x80 and 2 <= start[1] <= 5)):
         raise Trouble(
             "not_recognised",
             f"{path.name} is a pickle (a .pt, .ckpt or .bin file), not a safetensors file.",

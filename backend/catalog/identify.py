@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from backend.catalog.header import read_header
-from backend.catalog.lora_kind import identify_lora, is_adapter
+from backend.catalog.lora_kind import PICKLES, identify_lora, is_adapter
 from backend.catalog.parts import Found, find_parts, read_json
 from backend.catalog.spec import ModelSpec, TensorAt
 from backend.schema.messages import Trouble
@@ -111,17 +111,17 @@ def _pipeline_folder(path: Path, families: tuple[ModuleType, ...]) -> ModelSpec:
 def _component_files(folder: Path) -> tuple[Path, ...]:
     """The weight files of one component's folder: by its index, else all shards, else the one file (the plainest variant)."""
     indexes = sorted(folder.glob("*.safetensors.index.json"), key=lambda found: len(found.name))
+    indexes = indexes or sorted(folder.glob("*.bin.index.json"), key=lambda found: len(found.name))
     if indexes:
         return _indexed(indexes[0])
-    files = sorted(found for found in folder.iterdir() if found.suffix in WEIGHTS and found.is_file())
+    inside = sorted(found for found in folder.iterdir() if found.is_file())
+    files = [found for found in inside if found.suffix in WEIGHTS] or [
+        found for found in inside if found.suffix in PICKLES
+    ]
     if not files:
-        pickles = [found.name for found in folder.iterdir() if found.suffix in (".bin", ".pt", ".pth", ".ckpt")]
-        hint = (
-            f"{pickles[0]} is a pickle; convert it: python -m backend.engine.lora_tools to_safetensors FILE."
-            if pickles
-            else ""
+        raise Trouble(
+            "missing_file", f"{folder} holds no weights: no safetensors file in it.", hint="Download it again."
         )
-        raise Trouble("missing_file", f"{folder} holds no safetensors file.", hint=hint or "Download it again.")
     groups = list(_groups(files))
     return min(groups, key=lambda group: (_variant(group[0]), len(group[0].name)))
 

@@ -13,10 +13,12 @@ from types import ModuleType
 from backend.catalog import lora_facts
 from backend.catalog.adapter import ALGORITHMS, group, innermost, is_adapter, plain
 from backend.catalog.family import LoraSign
-from backend.catalog.header import Layout, read_layout
+from backend.catalog.header import Layout, read_header, read_layout
 from backend.catalog.names import flatten
 from backend.catalog.spec import LoraSpec
 from backend.schema.messages import Trouble
+
+PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 
 __all__ = ["families_of", "identify_lora", "is_adapter", "named"]
 
@@ -37,6 +39,10 @@ class Outline:
 def identify_lora(path: str | os.PathLike, families: Iterable[ModuleType]) -> LoraSpec:
     """The LoRA in `path`. Troubles: "damaged", "missing_file", "not_recognised" (no LoRA)."""
     path = Path(path)
+    if path.suffix.lower() in PICKLES:
+        header = read_header(path)
+        entries = {name: {"dtype": at.dtype, "shape": list(at.shape)} for name, at in header.tensors.items()}
+        return lora_of(path, Layout(entries, {}, 0, path.stat().st_size), tuple(families))
     return lora_of(path, read_layout(path), tuple(families))
 
 

@@ -97,11 +97,15 @@ class Adapters:
         one = Loaded(opened.path or source, receipt, names, kept, modes)
         self._keep_originals(one)
         self.loaded.append(one)
-        for part, changes in found.changes.items():
-            if modes[part]:
-                self._refresh_hot(part, {change.module for change in changes})
-            else:
-                self._fuse(part, changes, strength)
+        try:
+            for part, changes in found.changes.items():
+                if modes[part]:
+                    self._refresh_hot(part, {change.module for change in changes})
+                else:
+                    self._fuse(part, changes, strength)
+        except BaseException:  # out of memory, a disk that failed: as if it had never been asked for
+            self.remove(receipt)
+            raise
         return receipt
 
     def set_strength(self, which: LoraReceipt | str, strength: float) -> LoraReceipt:

@@ -111,11 +111,13 @@ def test_a_header_of_a_hundred_megabytes_is_refused_unread(tmp_path):
 def test_other_kinds_of_file_are_named(tmp_path):
     with pytest.raises(Trouble, match="There is no file"):
         read_header(tmp_path / "absent.safetensors")
-    for start in (b"PK\x03\x04" + b"x" * 40, b"\x80\x02}q\x00" + b"x" * 40):
-        (tmp_path / "a.ckpt").write_bytes(start)
-        with pytest.raises(Trouble, match="is a pickle") as caught:
-            read_header(tmp_path / "a.ckpt")
-        assert "to_safetensors" in caught.value.hint
+    (tmp_path / "old.ckpt").write_bytes(b"\x80\x02}q\x00" + b"x" * 40)
+    with pytest.raises(Trouble, match="is a pickle") as caught:
+        read_header(tmp_path / "old.ckpt")
+    assert "to_safetensors" in caught.value.hint
+    (tmp_path / "broken.ckpt").write_bytes(b"PK\x03\x04" + b"x" * 40)
+    with pytest.raises(Trouble, match="cannot be read as a checkpoint"):
+        read_header(tmp_path / "broken.ckpt")
     with pytest.raises(Trouble):
         read_header(tmp_path)
 
