@@ -181,7 +181,15 @@ def _config(family: ModuleType, part: Part, name: str, weights: dict[str, Tensor
         return {key: value for key, value in chosen.items() if not key.startswith("_")}
     from_shapes = getattr(family, "config_from_shapes", None)
     shapes = {key: at.shape for key, at in weights.items()}
-    derived = from_shapes(name, shapes) if from_shapes else {}
+    try:
+        derived = from_shapes(name, shapes) if from_shapes else {}
+    except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
+        where = next((at.file.name for at in weights.values()), "the file")
+        raise Trouble(
+            "damaged",
+            f"{where} does not show the sizes of its {name.replace('_', ' ')}: {str(error)[:120]} is missing or odd.",
+            hint="Is the file complete? A config.json beside it would tell the sizes.",
+        ) from None
     return {**part.config, **derived}
 
 

@@ -108,3 +108,27 @@ LORA = LoraTargets(part="dit", presets={"attention": ("to_q", "to_k", "to_v", "t
 DEFAULTS = Defaults(request={"width": 1024, "height": 1024, "num_inference_steps": 28})
 SCHEDULER: dict = {}
 SIZES = SizeRule(multiple=16, pixels=1024 * 1024)
+
+
+def config_from_shapes(part: str, shapes: dict[str, tuple[int, ...]]) -> dict:
+    """The sizes that a FLUX.2 transformer's parameters show; rope axes are equal shares of a head."""
+    head = shapes["transformer_blocks.0.attn.norm_q.weight"][0]
+    width, mlp = shapes["transformer_blocks.0.ff.linear_out.weight"]
+    return {
+        "patch_size": 1,
+        "in_channels": shapes["x_embedder.weight"][1],
+        "out_channels": shapes["proj_out.weight"][0],
+        "num_layers": _count(shapes, "transformer_blocks."),
+        "num_single_layers": _count(shapes, "single_transformer_blocks."),
+        "attention_head_dim": head,
+        "num_attention_heads": width // head,
+        "joint_attention_dim": shapes["context_embedder.weight"][1],
+        "timestep_guidance_channels": shapes["time_guidance_embed.timestep_embedder.linear_1.weight"][1],
+        "mlp_ratio": mlp / width,
+        "axes_dims_rope": (head // 4,) * 4,
+        "guidance_embeds": "time_guidance_embed.guidance_embedder.linear_1.weight" in shapes,
+    }
+
+
+def _count(shapes: dict[str, tuple[int, ...]], beginning: str) -> int:
+    return len({name[len(beginning) :].partition(".")[0] for name in shapes if name.startswith(beginning)})

@@ -67,6 +67,7 @@ ORIGINAL = (
     Rule(_JOINT + "x_block.adaLN_modulation.1", (_BLOCK + "norm1.linear",)),
     Rule(_JOINT + "context_block.adaLN_modulation.1", (_BLOCK + "norm1_context.linear",)),
     Rule("x_embedder.proj", ("pos_embed.proj",)),
+    Rule("pos_embed", ("pos_embed",), parameter="pos_embed"),
     *(
         Rule(f"{theirs}.mlp.{index}", (f"time_text_embed.{ours}_embedder.linear_{number}",))
         for theirs, ours in (("t_embedder", "timestep"), ("y_embedder", "text"))
@@ -104,3 +105,29 @@ LORA = LoraTargets(part="dit", presets={"attention": ("to_q", "to_k", "to_v", "t
 DEFAULTS = Defaults(request={"width": 1024, "height": 1024, "num_inference_steps": 28, "guidance": 7.0})
 SCHEDULER: dict = {}
 SIZES = SizeRule(multiple=16, pixels=1024 * 1024)
+
+
+def config_from_shapes(part: str, shapes: dict[str, tuple[int, ...]]) -> dict:
+    """The sizes that an SD3 transformer's parameters show."""
+    width, channels, patch, _ = shapes["pos_embed.proj.weight"]
+    head = 64 if width % 64 == 0 else 16
+    dual = {name.split(".")[1] for name in shapes if ".attn2.to_q." in name}
+    table = shapes.get("pos_embed.pos_embed")
+    return {
+        "patch_size": patch,
+        "in_channels": channels,
+        "out_channels": shapes["proj_out.weight"][0] // patch**2,
+        "num_layers": _count(shapes, "transformer_blocks."),
+        "attention_head_dim": head,
+        "num_attention_heads": width // head,
+        "joint_attention_dim": shapes["context_embedder.weight"][1],
+        "caption_projection_dim": width,
+        "pooled_projection_dim": shapes["time_text_embed.text_embedder.linear_1.weight"][1],
+        "pos_embed_max_size": round(table[1] ** 0.5) if table else 96,
+        "dual_attention_layers": tuple(sorted(map(int, dual))),
+        "qk_norm": "rms_norm" if "transformer_blocks.0.attn.norm_q.weight" in shapes else None,
+    }
+
+
+def _count(shapes: dict[str, tuple[int, ...]], beginning: str) -> int:
+    return len({name[len(beginning) :].partition(".")[0] for name in shapes if name.startswith(beginning)})

@@ -88,3 +88,29 @@ LORA = LoraTargets(part="dit", presets={"attention": ("to_q", "to_k", "to_v", "t
 DEFAULTS = Defaults(request={"width": 832, "height": 480, "num_inference_steps": 50, "guidance": 5.0})
 SCHEDULER: dict = {}
 SIZES = SizeRule(multiple=16, pixels=832 * 480)
+
+
+def config_from_shapes(part: str, shapes: dict[str, tuple[int, ...]]) -> dict:
+    """The sizes that a Wan transformer's parameters show; a head has 128 numbers where the width divides by it."""
+    width, channels, *patch = shapes["patch_embedding.weight"]
+    head = 128 if width % 128 == 0 else 16
+    image = shapes.get("condition_embedder.image_embedder.ff.net.0.proj.weight")
+    cells = patch[0] * patch[1] * patch[2]
+    return {
+        "patch_size": tuple(patch),
+        "num_attention_heads": width // head,
+        "attention_head_dim": head,
+        "in_channels": channels,
+        "out_channels": shapes["proj_out.weight"][0] // cells,
+        "text_dim": shapes["condition_embedder.text_embedder.linear_1.weight"][1],
+        "freq_dim": shapes["condition_embedder.time_embedder.linear_1.weight"][1],
+        "ffn_dim": shapes["blocks.0.ffn.net.0.proj.weight"][0],
+        "num_layers": _count(shapes, "blocks."),
+        "cross_attn_norm": "blocks.0.norm2.weight" in shapes,
+        "image_dim": image[1] if image else None,
+        "added_kv_proj_dim": width if "blocks.0.attn2.add_k_proj.weight" in shapes else None,
+    }
+
+
+def _count(shapes: dict[str, tuple[int, ...]], beginning: str) -> int:
+    return len({name[len(beginning) :].partition(".")[0] for name in shapes if name.startswith(beginning)})

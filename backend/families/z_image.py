@@ -66,3 +66,24 @@ LORA = LoraTargets(part="dit", presets={"attention": ("to_q", "to_k", "to_v", "t
 DEFAULTS = Defaults(request={"width": 1024, "height": 1024, "num_inference_steps": 9, "guidance": 1.0})
 SCHEDULER: dict = {}
 SIZES = SizeRule(multiple=16, pixels=1024 * 1024)
+
+
+def config_from_shapes(part: str, shapes: dict[str, tuple[int, ...]]) -> dict:
+    """The sizes that a Z-Image transformer's parameters show; rope axes as published, a quarter and two times three eighths of a head."""
+    head = shapes["layers.0.attention.norm_q.weight"][0]
+    width = shapes["cap_embedder.1.weight"][0]
+    return {
+        "in_channels": shapes["all_x_embedder.2-1.weight"][1] // 4,
+        "dim": width,
+        "n_layers": _count(shapes, "layers."),
+        "n_refiner_layers": _count(shapes, "noise_refiner."),
+        "n_heads": width // head,
+        "n_kv_heads": shapes["layers.0.attention.to_k.weight"][0] // head,
+        "cap_feat_dim": shapes["cap_embedder.1.weight"][1],
+        "axes_dims": [head - head // 8 * 6, head // 8 * 3, head // 8 * 3],
+        "axes_lens": [1536, 512, 512],
+    }
+
+
+def _count(shapes: dict[str, tuple[int, ...]], beginning: str) -> int:
+    return len({name[len(beginning) :].partition(".")[0] for name in shapes if name.startswith(beginning)})

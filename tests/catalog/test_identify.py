@@ -294,25 +294,23 @@ def test_native_names_become_our_own_with_rows_cut(tmp_path):
 
 def test_each_family_knows_its_own_signature_and_no_other():
     """Synthetic headers of just what a signature asks for."""
-    from backend.catalog.parts import find_parts
+    from backend.catalog import parts
     from backend.catalog.spec import TensorAt
 
     for family in FAMILIES:
         for signature in family.SIGNATURES:
-            names = [name.replace("{}", "0") for name in signature.must]
             tensors = {}
-            for name in names:
-                said = signature.shapes.get(name.replace(".0.", ".{}."), signature.shapes.get(name, ()))
-                tensors[name] = TensorAt(TRANSFORMER, name, "F32", tuple(size or 1 for size in said), 0, 0)
-            for name, shape in signature.shapes.items():
-                tensors[name] = TensorAt(TRANSFORMER, name, "F32", tuple(size or 1 for size in shape), 0, 0)
-            others = [other for other in FAMILIES if other is not family and _may(other)]
-            assert not [found.family.NAME for found in find_parts(tensors, {}, others, only=signature.part)], (
-                family.NAME,
-                signature,
-            )
+            for name in (*signature.must, *signature.shapes):
+                shape = tuple(size or 1 for size in signature.shapes.get(name, ()))
+                tensors[name.replace("{}", "0")] = TensorAt(TRANSFORMER, name, "F32", shape, 0, 0)
+            knowing = [other.NAME for other in FAMILIES if parts._best_match(tensors, other, signature.part)]
+            assert knowing == [family.NAME], signature
 
 
-def _may(family) -> bool:
-    """Families whose sizes come from config.json or defaults alone can be asked with half a header."""
-    return not hasattr(family, "config_from_shapes")
+def test_a_file_too_incomplete_to_tell_its_sizes(tmp_path, dit):
+    known = ("img_in.weight", "txt_norm.weight")
+    some = {name: at for name, at in dit.items() if name in known or name.startswith("transformer_blocks.0.")}
+    del some["transformer_blocks.0.attn.norm_q.weight"]
+    with pytest.raises(Trouble, match="sizes") as caught:
+        identify_model(write_file(tmp_path / "a.safetensors", some), FAMILIES)
+    assert caught.value.kind == "damaged"
