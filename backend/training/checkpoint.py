@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from backend.schema.messages import Trouble
-from backend.training.files import disk_full, is_disk_full, replacing, replacing_folder
+from backend.training.files import discard_folder, disk_full, is_disk_full, replacing, replacing_folder
 
 FORMAT = 1
 
@@ -95,7 +95,7 @@ def prune_states(folder: Path, *, keep: int, keep_every: int | None) -> None:
     states = list_states(folder)
     for path in states[:-keep]:
         if not (keep_every and step_of(path) % keep_every == 0):
-            shutil.rmtree(path, ignore_errors=True)
+            discard_folder(path)
     for left in (folder / "checkpoints").glob(".step-*.tmp"):
         shutil.rmtree(left, ignore_errors=True)
 

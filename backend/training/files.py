@@ -39,13 +39,20 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
         for file in temporary.iterdir():
             sync(file)
         sync(temporary)
-        if folder.exists():
-            shutil.rmtree(folder)
+        discard_folder(folder)
         temporary.rename(folder)
         sync(folder.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def discard_folder(folder: Path) -> None:
+    """Deletes a folder that loses its name first: whoever is killed in between leaves no half of it under that name."""
+    gone = folder.with_name(f".{folder.name}.{os.getpid()}.gone.tmp")
+    with contextlib.suppress(FileNotFoundError):
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

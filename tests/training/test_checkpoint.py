@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import signal
 import subprocess
-import time
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,27 +14,19 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from backend.schema.messages import Trouble
+from backend.schema.places import PROJECT
 from backend.training.checkpoint import (
-    State,
     list_states,
     load_state,
     prune_states,
-    random_state,
     save_result,
     save_state,
     set_random_state,
     step_of,
 )
+from tests.training.kill_campaign import state
 
 pytestmark = pytest.mark.torch
-
-
-def state(step: int, megabytes: int = 1) -> State:
-    weights = {"dit.a": torch.full((megabytes, 2**18), float(step))}
-    optimizers = [{"state": {0: {"mean": weights["dit.a"] / 2}}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]}]
-    return State(
-        step=step, weights=weights, optimizers=optimizers, mean=dict(weights), random=[random_state()], facts={"a": [1]}
-    )
 
 
 def test_a_state_comes_back_as_it_was(tmp_path: Path):
@@ -70,36 +61,13 @@ def test_a_damaged_state_is_said(tmp_path: Path):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_thirty_times_while_saving_every_state_is_whole(tmp_path: Path):
-    """A child saves states one after the other and is killed at a random moment; nothing under a final name is torn."""
-    chance = random.Random(0)
-    step, deaths_inside = 0, 0
-    for _ in range(30):
-        child = os.fork()
-        if child == 0:
-            for number in range(step + 1, step + 10_000):
-                save_state(tmp_path, state(number))
-                save_result(tmp_path / "newest.safetensors", {"a": torch.full((2**18,), float(number))}, {})
-                prune_states(tmp_path, keep=2, keep_every=None)
-            os._exit(0)
-        end = time.monotonic() + 60
-        while not any(step_of(path) > step for path in list_states(tmp_path)) and time.monotonic() < end:
-            time.sleep(0.002)
-        time.sleep(chance.uniform(0.0, 0.05))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        deaths_inside += (
-            any((tmp_path / "checkpoints").glob(".step-*.tmp")) if (tmp_path / "checkpoints").exists() else 0
-        )
-        for path in list_states(tmp_path):
-            found = load_state(path)
-            assert found.step == step_of(path) and float(found.weights["dit.a"][0, 0]) == found.step
-            step = max(step, found.step)
-        if (tmp_path / "newest.safetensors").exists():
-            from safetensors.torch import load_file
-
-            values = load_file(tmp_path / "newest.safetensors")["a"]
-            assert float(values.min()) == float(values.max())
-    assert step >= 30 and deaths_inside > 0
+    """Nothing under a final name is ever torn, and the kills did come in the middle of saving."""
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
+    argv = [sys.executable, "-m", "tests.training.kill_campaign", str(tmp_path), "30"]
+    done = subprocess.run(argv, env=environment, cwd=PROJECT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    rounds, steps, inside = map(int, done.stdout.split())
+    assert rounds == 30 and steps >= 30 and inside >= 5
 
 
 @pytest.fixture
