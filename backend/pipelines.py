@@ -173,7 +173,7 @@ class ImagePipeline:
             **values,
         )
         source = input_image if isinstance(input_image, Image.Image) else None
-        with _progress(progress_bar_cmd, request.num_inference_steps, on_step) as step:
+        with _Progress(progress_bar_cmd, request.num_inference_steps, on_step) as step:
             return next(self.pipeline.draw(request, source=source, on_step=step, tiled=tiled))
 
     def load_lora(
@@ -274,7 +274,7 @@ def _folder(paths: list[Path]) -> Path:
     return paths[0] if paths[0].is_dir() else paths[0].parent
 
 
-class _progress:
+class _Progress:
     """Calls `bar` (as tqdm is called) and `on_step` after every step."""
 
     def __init__(self, bar, steps: int, on_step):

@@ -50,19 +50,29 @@ def load_part(
     total, done = part.nbytes, 0
     maps = open_maps(part.files)
     for name, at in part.tensors.items():
-        tensor = view(at, maps[at.file])
+        stored = tensor = view(at, maps[at.file])
         if name in part.scales:
             tensor = _unscaled(tensor, read_tensor(part.scales[name]), dtype or torch.bfloat16)
         if tensor.is_floating_point():
             tensor = tensor.to(device=device, dtype=dtype or tensor.dtype)
         else:
             tensor = tensor.to(device)
+        if tensor is not stored:
+            _let_go(at, maps[at.file])
         assign(module, name, tensor)
         done += at.nbytes
         if on_bytes:
             on_bytes(done, total)
     move_rest(module, device)
     return module.eval().requires_grad_(False)
+
+
+def _let_go(at: TensorAt, mapped: mmap.mmap) -> None:
+    """Pages of a tensor that was copied are no longer resident; else file and copy would both count until the load is over."""
+    if hasattr(mapped, "madvise") and hasattr(mmap, "MADV_DONTNEED"):
+        first, last = -(-at.start // mmap.PAGESIZE) * mmap.PAGESIZE, at.end // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 def build_meta(part: PartSpec) -> torch.nn.Module:

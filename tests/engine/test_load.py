@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from backend import families
 from backend.catalog.identify import identify_model
-from backend.engine import light, load
+from backend.engine import light, load, memory
 from backend.schema.messages import Trouble
 
 pytestmark = pytest.mark.torch
@@ -91,6 +91,12 @@ def test_a_load_costs_no_second_copy(tmp_path):
     size = path.stat().st_size
     assert size > 50 * 2**20
     assert after_load - before < 0.2 * size and touched - before < 1.15 * size, (before, after_load, touched, size)
+    del module
+    memory.give_back("cpu")
+    peak = memory.Peak("cpu")
+    before = peak.highest_bytes
+    load.load_part(part, dtype=torch.float32)  # twice the file, and the file not with it
+    assert peak.look() - before < 2.2 * size, (peak.look() - before) / size
 
 
 def test_scaled_eight_bit_weights_are_their_product(write_part):

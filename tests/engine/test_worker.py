@@ -129,6 +129,11 @@ def test_the_painted_worker_draws_cancels_and_ends(talk, data):
     assert not worker.strays
 
 
+def test_the_painted_worker_needs_no_torch():
+    code = "import sys, backend.engine.__main__, backend.engine.fake; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT, timeout=60).returncode == 0
+
+
 def test_what_is_no_command_is_answered_in_a_sentence(talk):
     worker = talk("--fake")
     worker.child.stdin.write(
