@@ -26,6 +26,7 @@ from backend.schema.knobs import from_values
 from backend.schema.messages import Trouble
 from backend.schema.places import PROJECT, Places
 from backend.schema.training import TrainingConfig
+from tests.waiting import wait_for
 
 WINDOWS = sys.platform == "win32"
 LAUNCH = str(PROJECT / "launch.py")
@@ -337,14 +338,6 @@ def launched(tmp_path: Path):
             each.child.wait()
         for process in each.processes():
             process.kill()
-
-
-def wait_for(condition, seconds: float = 60.0):
-    end = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
-    return value
 
 
 SLEEPING = [sys.executable, "-c", "import time; time.sleep(300)"]

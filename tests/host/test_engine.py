@@ -16,17 +16,10 @@ from backend.host import queue
 from backend.host.engine import Engine
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest, LoraUse
+from tests.waiting import wait_for
 
 SHORT = GenerationRequest(prompt="a hill", num_inference_steps=4, width=64, height=64)
 LONG = dataclasses.replace(SHORT, num_inference_steps=200)
-
-
-def wait_for(condition, seconds: float = 20.0):
-    end = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
-    return value
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -13,6 +12,7 @@ import pytest
 
 from backend.host import processes
 from backend.schema.messages import Trouble
+from tests.waiting import wait_for
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 # A parent whose child lives in a session of its own, as the workers of an elastic launcher do.
@@ -24,14 +24,6 @@ time.sleep(60)
 """
 # The same, deaf to a request to terminate.
 DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FAMILY
-
-
-def wait_for(condition, seconds: float = 10.0):
-    end = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
-    return value
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from pathlib import Path
 
 import psutil
@@ -12,31 +11,24 @@ from PIL import Image
 
 from backend.host.engine import Engine
 from backend.schema.request import GenerationRequest
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 APPLE = GenerationRequest(prompt="a red apple", num_inference_steps=4, seed=3)
-
-
-def wait_for(condition, seconds: float = 240.0):
-    end = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
-    return value
 
 
 def test_killed_in_a_picture_the_next_request_draws_the_same_as_ever(data):
     engine = Engine(data)
 
     def answered(id: str):
-        return wait_for(lambda: next((item for item in engine.snapshot().answers if item.id == id), None))
+        return wait_for(lambda: next((item for item in engine.snapshot().answers if item.id == id), None), 240)
 
     try:
         first = answered(engine.submit(APPLE))
         assert first.trouble is None, first.trouble.detail
         assert engine.snapshot().device_name
         long = engine.submit(dataclasses.replace(APPLE, num_inference_steps=200))
-        wait_for(lambda: (job := engine.snapshot().job) and job.step > 1)
+        wait_for(lambda: (job := engine.snapshot().job) and job.step > 1, 240)
         pid = engine.snapshot().pid
         psutil.Process(pid).kill()
         assert answered(long).trouble.kind == "worker_died"

@@ -21,6 +21,7 @@ from backend.schema.knobs import from_flags, from_values
 from backend.schema.messages import Trouble, to_line
 from backend.schema.request import GenerationRequest
 from backend.schema.training import TrainingConfig
+from tests.waiting import wait_for
 
 CONFIG = from_values(TrainingConfig, {"name": "Red cat №1 / ../x", "num_epochs": 3})
 # A run in small: it says what a run says, heeds the stop file, and takes its time.
@@ -43,14 +44,6 @@ for step in range(1, steps + 1):
         sys.exit()
 say("finished", step=steps, reason="complete")
 """
-
-
-def wait_for(condition, seconds: float = 20.0):
-    end = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
-    return value
 
 
 def status(folder: Path) -> str:
