@@ -16,6 +16,11 @@ from backend.schema.places import Places
 
 SESSION = "LOFT_TEST_SESSION"  # inherited by every process that a test starts
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+LIBRARIES_OWN = (
+    "multiprocessing.resource_tracker",
+    "multiprocessing.forkserver",
+    "compile_worker",
+)  # end with this process
 CI_SECONDS = 60 * 60
 NO_BROWSER = "no Chromium found: install it (Debian: apt-get install chromium) or name it in LOFT_CHROMIUM"
 
@@ -72,8 +77,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip_card)
 
 
-
-
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Ends what tests have left running; that any was left fails the session."""
     left = [process for process in psutil.process_iter() if _is_ours(process)]
@@ -88,7 +91,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 def _is_ours(process: psutil.Process) -> bool:
     try:
-        return process.pid != os.getpid() and process.environ().get(SESSION) == os.environ[SESSION]
+        if process.pid == os.getpid() or process.environ().get(SESSION) != os.environ[SESSION]:
+            return False
+        return not any(word in part for part in process.cmdline() for word in LIBRARIES_OWN)
     except (psutil.Error, OSError):
         return False
 
