@@ -168,7 +168,7 @@ def decode(part: PartSizes, point: dict, dtype: str, fixed: Fixed, *, tiled: boo
     bytes_whole = evaluate(whole, point) * factor
     if tiled and stage == "decode":
         form, times = _form(part, f"decode_tiled/{{}}/{kind}", dtype)
-        bytes_tiled = evaluate(form, point) * times
+        bytes_tiled = evaluate(form, point) * times if form else bytes_whole
         if bytes_tiled < bytes_whole:
             return _working(bytes_tiled, form, fixed)
     return _working(bytes_whole, whole, fixed)

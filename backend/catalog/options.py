@@ -77,11 +77,15 @@ def text_options(terms: Terms, modes=("parked", "streamed")) -> list[Option]:
     if not terms.encoders:
         return [Option(Layout(), ())]
     found = []
-    each = {part.name: estimate.text(part, terms.point, terms.work, terms.fixed) for part in terms.encoders}
+    each = [estimate.text(part, terms.point, terms.work, terms.fixed) for part in terms.encoders]
+    working = max(each, key=lambda one: one.likely)
     flops = sum(estimate.operations(part, terms.point) for part in terms.encoders)
     for layout, rungs, lossy in part_layouts(terms, modes=modes):
-        parts = {part.name: _filled(part, layout, each[part.name], terms) for part in terms.encoders}
-        weights, staging, working, moved = {}, 0, max(each.values(), key=lambda one: one.likely), 0.0
+        bare = {part.name: sum(estimate.on_card(part, layout, True, terms.work.computing)) for part in terms.encoders}
+        parts = {
+            part.name: _filled(part, layout, working, terms, extra=sum(bare.values()) - bare[part.name]) for part in terms.encoders
+        }  # fmt: skip
+        weights, staging, moved = {}, 0, 0.0
         for part in terms.encoders:
             held, buffers = estimate.on_card(part, parts[part.name], True, terms.work.computing)
             weights[part.name], staging = held, max(staging, buffers)
