@@ -17,7 +17,6 @@ What others may rely on:
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -37,6 +36,7 @@ from backend.engine.stream import Reader, lay_out
 from backend.engine.units import Unit, find_units, stored_layout
 from backend.schema.vram import VramConfig
 
+_PLACED = "_placement"  # the attribute of a placed module
 STAGING = 2  # buffers that blocks are fetched into: one computes, the next arrives
 
 
@@ -47,6 +47,7 @@ def place(
     *,
     vram_limit_bytes: int | None = None,
     device: torch.device | str,
+    resident: tuple[int, ...] | None = None,
     staging: int = STAGING,
     reader: Reader | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
@@ -54,7 +55,7 @@ def place(
     """Puts the weights of `module` into their offload state. The module's own are dropped; `part` says where they are stored.
 
     `vram_limit_bytes`: how much of the computing device this part's weights, staging included, may take for blocks to wait in the preparing
-    state; None: all blocks may, 0: none. `device` computes where `config` names none, in the dtype of the file (bfloat16 for 8-bit files).
+    state; None: all blocks may, 0: none. `resident`: numbers of the blocks that may instead (a plan's choice). `device` computes where `config` names none, in the dtype of the file (bfloat16 for 8-bit files).
     `staging`: buffers for fetched blocks, 2 or 3. `reader` reads files. `on_bytes(done, total)` is told of progress.
     Raises Trouble for a setting that makes no sense.
     """
@@ -63,28 +64,23 @@ def place(
     known = isinstance(stored, torch.dtype) and stored.is_floating_point and not is_float8(stored)
     states = read_states(config, device=device, dtype=stored if known else torch.bfloat16)
     check_files(part, states)
-    placement = Placement(module, part, states, vram_limit_bytes, staging, reader or Reader())
+    placement = Placement(module, part, states, vram_limit_bytes, resident, staging, reader or Reader())
     placement._fill(on_bytes)
-    _PLACED[module] = placement
+    module.__dict__[_PLACED] = placement
     return placement
 
 
 def of(module: nn.Module) -> Placement | None:
     """The placement of a module, if it has one."""
-    return _PLACED.get(module)
-
-
-_PLACED: weakref.WeakKeyDictionary[nn.Module, Placement] = weakref.WeakKeyDictionary()
+    return module.__dict__.get(_PLACED)
 
 
 class Placement:
     """The weights of one placed module. Made by `place`; begins in the offload state, in which the module may be called as well."""
 
-    def __init__(
-        self, module: nn.Module, part: PartSpec, states: States, limit: int | None, staging: int, reader: Reader
-    ):
+    def __init__(self, module: nn.Module, part: PartSpec, states: States, limit, resident, staging: int, reader: Reader):
         self.module, self.part, self.states, self.limit_bytes = module.eval().requires_grad_(False), part, states, limit
-        self.level = "offload"
+        self.level, self.resident = "offload", resident
         self.device, self.dtype = states.computation.device, states.computation.dtype
         self.units = find_units(module, part, self.dtype)
         self._by_name = {name: unit for unit in self.units for name in unit.names}
@@ -175,7 +171,7 @@ class Placement:
             self._make_parameters("meta")
             self._residence.finish()
             self._reader.close()
-            _PLACED.pop(self.module, None)
+            self.module.__dict__.pop(_PLACED, None)
 
     def enter_use(self, unit: Unit) -> bool:
         """`unit` is about to be used: what may stay on the computing device is brought there now. Answers whether its weights do not stay
@@ -251,9 +247,13 @@ class Placement:
     def _choose(self) -> set[int]:
         """Positions of the blocks that may enter the preparing state on the computing device."""
         preparing = self.states.preparing
-        if self.limit_bytes == 0 or preparing == self.states.onload or preparing.device != self.device:
-            return set()
         blocks = self.blocks
+        if preparing == self.states.onload or preparing.device != self.device:
+            return set()
+        if self.resident is not None:
+            return {blocks[index].position for index in self.resident}
+        if self.limit_bytes == 0:
+            return set()
         if self.limit_bytes is None:
             return {unit.position for unit in blocks}
         sizes = [stored_layout(unit, preparing.dtype).nbytes for unit in blocks]
@@ -269,7 +269,8 @@ class Placement:
         unit = layer.unit
         if not unit.block or unit.ready is not None:
             return 0
-        prepared = self.level == "onload" and self.limit_bytes != 0 and not self.states.preparing.on_disk
+        prepared = self.level == "onload" and not self.states.preparing.on_disk
+        prepared = prepared and (self.limit_bytes != 0 or bool(self.resident))
         layouts = [source_of(unit).layout, *([stored_layout(unit, self.states.preparing.dtype)] if prepared else [])]
         computing = unit.computing.fields
         needed = lambda layout: (

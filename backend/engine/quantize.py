@@ -70,7 +70,7 @@ def store(weight: torch.Tensor, codes: torch.Tensor) -> int:
     source, target = weight.reshape(-1), codes.view(-1)
     for start in range(0, source.numel(), CHUNK):
         piece = source[start : start + CHUNK].to(torch.float32)
-        target[start : start + CHUNK].copy_(piece.mul_(2.0**exponent))
+        target[start : start + CHUNK].copy_(piece * 2.0**exponent)
     return exponent
 
 
@@ -113,14 +113,14 @@ def _cast_to_bfloat16(codes: torch.Tensor, out: torch.Tensor, factor: float, spe
         piece.bitwise_left_shift_(form.shift).bitwise_and_(form.mask)
         out[start : start + CHUNK].mul_(scale)
     if special:
-        _put_special(codes, out)
+        _put_special(codes, out, factor)
 
 
-def _put_special(codes: torch.Tensor, out: torch.Tensor) -> None:
-    """Replaces what the integer path made of NaN and infinite codes by what they stand for."""
+def _put_special(codes: torch.Tensor, out: torch.Tensor, factor: float) -> None:
+    """Replaces what the integer path made of NaN and infinite codes by what they stand for, times `factor`."""
     form, signed = _BY_DTYPE[codes.dtype], codes.view(torch.int8)
     for code in form.special:
-        value = torch.tensor([code], dtype=torch.int8).view(form.dtype).to(torch.float32).item()
+        value = torch.tensor([code], dtype=torch.int8).view(form.dtype).to(torch.float32).item() * factor
         out.masked_fill_(signed == code, value)
 
 

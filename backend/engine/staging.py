@@ -59,7 +59,7 @@ class Order:
     def _in_line(self, position: int | None) -> int:
         if position is None:
             return self.positions[0]
-        return self.positions[(self._place[position] + self._direction) % len(self.positions)]
+        return self.positions[abs(self._place[position] + self._direction) % len(self.positions)]
 
 
 @dataclass(eq=False)
@@ -107,9 +107,7 @@ class Buffers:
             slot = min(spare or free, key=lambda slot: (slot.key is not None, slot.last_used))
         else:
             return None
-        if slot.filling is not None:
-            slot.filling.exception()  # a fetch that nobody came for; its error is its own
-        slot.key, slot.filling, slot.arrived = key, None, None
+        slot.key = key
         self.touch(slot)
         return slot
 
@@ -127,7 +125,7 @@ class Buffers:
 
     def clear(self) -> None:
         for slot in self.slots:
-            if slot.filling is not None:
+            if slot.filling is not None and not slot.filling.cancel():
                 slot.filling.exception()
         self.slots.clear()
 
@@ -148,8 +146,14 @@ class Fetcher:
     def start(self, slot: Slot, source: torch.Tensor | tuple[Span, ...], nbytes: int) -> None:
         """Begins to fill `slot` with a block: spans of files, or bytes in RAM. `wait` before it is read."""
         self.num_bytes += nbytes
+        if slot.filling is not None:
+            slot.filling.cancel()  # nobody came for it; if it has begun, the one thread ends it before it takes up the new one
+        slot.arrived = None
         pinned = isinstance(source, torch.Tensor) and (self.device.type == "cpu" or source.is_pinned())
         if pinned:
+            if slot.filling is not None and not slot.filling.cancelled():
+                slot.filling.exception()
+            slot.filling = None
             self._copy(slot.buffer[:nbytes], source[:nbytes], slot)
         else:
             slot.filling = self._executor().submit(self._through_thread, slot, source)

@@ -65,12 +65,14 @@ def read_states(config: VramConfig, *, device: torch.device | str, dtype: torch.
     values = {name: _plain(value) for name, value in config.to_values().items()}
     values["computation_dtype"] = values["computation_dtype"] or _plain(dtype)
     values["computation_device"] = values["computation_device"] or _plain(device)
-    for nearer, level in zip(LEVELS[:0:-1], LEVELS[-2::-1]):
-        if values[f"{level}_device"] == DISK and values[f"{level}_dtype"] is None:
-            values[f"{level}_dtype"] = DISK
+    found: dict[str, State] = {}
+    for nearer, level in zip((None, *LEVELS[:0:-1]), LEVELS[::-1]):
         for what in ("device", "dtype"):
             values[f"{level}_{what}"] = values[f"{level}_{what}"] or values[f"{nearer}_{what}"]
-    states = States(**{level: _state(level, values) for level in LEVELS})
+        found[level] = _state(level, values)
+        if found[level].on_disk:  # its dtype is the file's; further away it is as nearer by
+            values[f"{level}_dtype"] = values[f"{nearer}_dtype"]
+    states = States(**found)
     check_states(states)
     return states
 
