@@ -9,7 +9,7 @@ import gradio as gr
 
 from backend.catalog.spec import LoraSpec
 from backend.schema.messages import Trouble
-from studio import cards, shelf
+from studio import cards, shelf, tools
 from studio.draw import bars
 from studio.session import read_values, request_file
 from studio.strength import block_strengths
@@ -30,10 +30,11 @@ class ModelsTab:
     family: gr.Dropdown
     said: gr.HTML
     models: gr.HTML
+    tools: tools.Tools
 
     @property
     def live_outputs(self) -> list:
-        return [self.cards, self.details, self.models, self.family, *self.buttons.values()]
+        return [self.cards, self.details, self.models, self.family, *self.buttons.values(), *self.tools.live_outputs]
 
 
 def build(studio: Studio) -> ModelsTab:
@@ -54,6 +55,7 @@ def build(studio: Studio) -> ModelsTab:
             region = live(name="lora-cards")
             gr.HTML('<h3 class="section">Models</h3>')
             models = live(name="model-cards")
+            made = tools.build()
         with gr.Column(scale=5, min_width=330, elem_classes="right"):
             said = gr.HTML("", elem_id="lora-said")
             with gr.Row(elem_classes="actions"):
@@ -71,7 +73,7 @@ def build(studio: Studio) -> ModelsTab:
                 [UNKNOWN, *families], value=UNKNOWN, visible=False, label="Family", elem_id="lora-family",
                 info="Where it was not recognised, or wrongly, say what it is for.",
             )  # fmt: skip
-    return ModelsTab(search, only, refresh, region, details, buttons, family, said, models)
+    return ModelsTab(search, only, refresh, region, details, buttons, family, said, models, made)
 
 
 def model_family(studio: Studio) -> str:
@@ -88,8 +90,9 @@ def view(studio: Studio, tab: ModelsTab, choice: dict, seen: dict) -> tuple[list
     """Updates for `tab.live_outputs`, and what was seen. The folders are read again when the tab, search or choice changes."""
     family = model_family(studio)
     key = (choice["lora"], seen.get("search", ""), seen.get("only", ALL), seen.get("looks", 0), family)
+    at_work, tool_seen = tools.view(studio, seen)
     if seen.get("key") == key:
-        return [gr.skip()] * len(tab.live_outputs), seen
+        return [*[gr.skip()] * (len(tab.live_outputs) - len(at_work)), *at_work], seen | tool_seen
     found = shelf.loras(studio)
     spec = next((s for s in found if isinstance(s, LoraSpec) and str(s.path) == choice["lora"]), None)
     listed = _filtered(cards.searched(found, seen.get("search", ""), studio), seen.get("only", ALL), family, studio)
@@ -102,8 +105,9 @@ def view(studio: Studio, tab: ModelsTab, choice: dict, seen: dict) -> tuple[list
         cards.model_cards(shelf.models(studio), studio),
         gr.update(visible=spec is not None, value=spec.family if corrected else UNKNOWN),
         *[gr.update(visible=spec is not None)] * len(tab.buttons),
+        *at_work,
     ]
-    return out, seen | {"key": key}
+    return out, seen | {"key": key} | tool_seen
 
 
 def _filtered(found: list, only: str, family: str, studio: Studio) -> list:

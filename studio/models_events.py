@@ -8,7 +8,7 @@ from pathlib import Path
 import gradio as gr
 
 from backend.catalog import library
-from studio import again, shelf
+from studio import again, shelf, tools
 from studio.models import UNKNOWN, ModelsTab, chosen
 from studio.pictures import is_inside, to_trash
 from studio.session import training_file, write_config
@@ -24,6 +24,7 @@ def wire(
 ) -> None:
     """Binds search, choice and the buttons. `use_lora(event)` leads to Generate with the chosen LoRA."""
     _wire_search(tab, shown, redraw)
+    tools.wire(studio, tab.tools, redraw)
 
     def pick(event: gr.EventData, choice: dict):
         return choice | {"lora": event.what}, ""

@@ -63,7 +63,7 @@ class _Bar:
         self.last = 0.0
 
     def show(self, done: int, total: int) -> None:
-        if time.monotonic() - self.last > 0.1 and sys.stderr.isatty():
+        if time.monotonic() - self.last > (0.1 if sys.stderr.isatty() else 1.0):
             self.last = time.monotonic()
             print(f"\r{100 * done // max(1, total):3d} %", end="", file=sys.stderr, flush=True)
 

@@ -17,7 +17,6 @@ from studio import again, cards, generate_events, lora_rows, shelf
 from studio.strength import block_of, block_strengths
 from studio.studio import Studio
 
-
 MADE_HERE = {"trigger": "zork", "software": "Loft 0.1", "family": "qwen_image"}
 
 

@@ -1,0 +1,183 @@
+"""LoRA tools on the page: convert, merge, resize, extract, bake, edit metadata. Each is the command of the same name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import gradio as gr
+
+from backend.host import tool
+from backend.schema.messages import Trouble
+from studio import shelf
+from studio.draw import progress
+from studio.studio import Studio, live
+from studio.words import notice, safe
+
+TOOLS = {
+    "Convert to another layout": "convert",
+    "Merge several": "merge",
+    "Make smaller": "resize",
+    "Bake into a model": "bake",
+    "Extract from a tuned model": "extract",
+    "Edit the metadata": "metadata",
+    "Pickle to safetensors": "to_safetensors",
+}
+# Which fields a tool has, besides the name of the file it writes.
+FIELDS = {
+    "convert": ("file", "layout"),
+    "merge": ("files", "strengths", "rank", "layout"),
+    "resize": ("file", "rank", "energy", "layout"),
+    "bake": ("base", "files", "strengths"),
+    "extract": ("tuned", "base", "rank", "layout"),
+    "metadata": ("file", "changes"),
+    "to_safetensors": ("path",),
+}
+LAYOUTS = ("diffusers", "comfyui", "kohya")
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The fold's components. `fields` in the order `arguments` takes their values."""
+
+    which: gr.Dropdown
+    fields: dict[str, gr.components.Component]
+    out: gr.Textbox
+    overwrite: gr.Checkbox
+    run: gr.Button
+    cancel: gr.Button
+    said: gr.HTML
+    state: gr.HTML
+
+    @property
+    def inputs(self) -> list:
+        return [self.which, self.out, self.overwrite, *self.fields.values()]
+
+    @property
+    def live_outputs(self) -> list:
+        return [self.state, self.cancel]
+
+
+def build() -> Tools:
+    """Lays the fold out."""
+    with gr.Accordion("Tools", open=False, elem_id="tools-fold", elem_classes="fold"):
+        which = gr.Dropdown(list(TOOLS), value=next(iter(TOOLS)), label="What to do", elem_id="tool-which")
+        fields = {
+            "file": gr.Dropdown(label="LoRA", allow_custom_value=True, elem_id="tool-file"),
+            "files": gr.Dropdown(label="LoRAs", multiselect=True, allow_custom_value=True, elem_id="tool-files"),
+            "strengths": gr.Textbox(
+                label="Strengths", info="One for each file, comma-separated. Empty: 1.", elem_id="tool-strengths"
+            ),
+            "base": gr.Textbox(label="Base model", info="A folder or a file.", elem_id="tool-base"),
+            "tuned": gr.Textbox(label="Tuned model", info="A folder or a file.", elem_id="tool-tuned"),
+            "path": gr.Textbox(label="File", info="A .pt, .ckpt or .bin file.", elem_id="tool-path"),
+            "rank": gr.Number(
+                label="Rank", info="Empty: exact, or by the share below.", precision=0, elem_id="tool-rank"
+            ),
+            "energy": gr.Number(label="Share of the strength to keep", info="Such as 0.95.", elem_id="tool-energy"),
+            "layout": gr.Radio(LAYOUTS, value="diffusers", label="Layout", elem_id="tool-layout"),
+            "changes": gr.Textbox(
+                label="Changes", lines=3, info="key=value sets, -key removes, one per line.", elem_id="tool-changes"
+            ),
+        }
+        for name, field in fields.items():
+            field.visible = name in FIELDS["convert"]
+        out = gr.Textbox(label="Name of the new file", placeholder="my-lora-kohya", elem_id="tool-out")
+        overwrite = gr.Checkbox(label="Replace a file of that name", container=False, elem_id="tool-overwrite")
+        with gr.Row(elem_classes="actions"):
+            run = gr.Button("Run", size="sm", variant="primary", elem_id="tool-run")
+            cancel = gr.Button("Cancel", size="sm", variant="stop", interactive=False, elem_id="tool-cancel")
+        said = gr.HTML("", elem_id="tool-said")
+        state = live(name="tool-state")
+    return Tools(which, fields, out, overwrite, run, cancel, said, state)
+
+
+def arguments(title: str, name: str, overwrite: bool, values: dict, folder: Path) -> tuple[list[str], Path]:
+    """The command's arguments and the file that it writes. Raises Trouble for a field that is missing."""
+    kind = TOOLS[title]
+    for field in FIELDS[kind]:
+        if field in ("file", "files", "base", "tuned", "path") and not values.get(field):
+            raise Trouble("bad_value", f"{title}: the field “{field}” is empty.", hint="Choose or write one.")
+    if not name.strip() or Path(name).name != name.strip():
+        raise Trouble("bad_value", f"{name!r} is no name for a file.", hint="Write one without folders.")
+    out = folder / f"{name.strip().removesuffix('.safetensors')}.safetensors"
+    words = {
+        "convert": lambda: [values["file"], str(out)],
+        "merge": lambda: [*_pairs(values), "--out", str(out)],
+        "resize": lambda: [values["file"], str(out)],
+        "bake": lambda: [values["base"], *_pairs(values), "--out", str(out)],
+        "extract": lambda: [values["tuned"], values["base"], str(out)],
+        "metadata": lambda: [values["file"], "--out", str(out), *_changes(values.get("changes") or "")],
+        "to_safetensors": lambda: [values["path"], "--out", str(out)],
+    }[kind]()
+    for option in ("rank", "energy", "layout"):
+        if option in FIELDS[kind] and values.get(option) not in (None, "", 0):
+            words += [f"--{option}", str(values[option])]
+    return [kind, *(["--overwrite"] if overwrite else []), *words], out
+
+
+def _pairs(values: dict) -> list[str]:
+    files = list(values["files"])
+    said = [part.strip() for part in str(values.get("strengths") or "").split(",") if part.strip()]
+    if said and len(said) != len(files):
+        raise Trouble(
+            "bad_value", f"There are {len(files)} LoRAs and {len(said)} strengths.", hint="Write one for each."
+        )
+    return [f"{file}:{strength}" for file, strength in zip(files, said or ["1"] * len(files), strict=True)]
+
+
+def _changes(text: str) -> list[str]:
+    words = []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        if line.startswith("-"):
+            words += ["--remove", line[1:].strip()]
+        elif "=" in line:
+            words += ["--set", line]
+        else:
+            raise Trouble("bad_value", f"{line!r} is neither key=value nor -key.")
+    return words
+
+
+def view(studio: Studio, seen: dict) -> tuple[list, dict]:
+    """Updates for `Tools.live_outputs`, and what was seen."""
+    now = tool.read(studio.places)
+    if seen.get("tool") == now:
+        return [gr.skip(), gr.skip()], {"tool": now}
+    if now is None:
+        return ["", gr.update(interactive=False)], {"tool": now}
+    if now.live:
+        html = f'<p class="sentence">{safe(now.tool)}: {safe(now.said or "starting")}</p>{progress(0, 0)}'
+    else:
+        words = now.said or "It ended without a word."
+        html = notice(words, kind="good" if now.done else "warn")
+    return [html, gr.update(interactive=now.live)], {"tool": now}
+
+
+def wire(studio: Studio, tab: Tools, redraw) -> None:
+    """Binds choice, run and cancel."""
+    quick = {"show_progress": "hidden", "queue": False}
+
+    def choose(title: str):
+        choices = shelf.lora_choices(shelf.loras(studio), studio)
+        updates = []
+        for name in tab.fields:
+            more = {"choices": choices} if name in ("file", "files") else {}
+            updates.append(gr.update(visible=name in FIELDS[TOOLS[title]], **more))
+        return updates
+
+    tab.which.input(choose, tab.which, list(tab.fields.values()), **quick)
+    tab.which.focus(choose, tab.which, list(tab.fields.values()), **quick)
+
+    def run(title: str, name: str, overwrite: bool, *values):
+        try:
+            words, out = arguments(
+                title, name or "", overwrite, dict(zip(tab.fields, values, strict=True)), studio.places.loras
+            )
+            out.parent.mkdir(parents=True, exist_ok=True)
+            tool.start(words, out=out, places=studio.places)
+        except Trouble as trouble:
+            return notice(str(trouble), kind="bad")
+        return ""
+
+    redraw(tab.run.click(run, tab.inputs, tab.said, **quick))
+    redraw(tab.cancel.click(lambda: tool.cancel(studio.places), None, None, **quick))
