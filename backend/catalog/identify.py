@@ -24,6 +24,14 @@ SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})$")
 WEIGHTS = (".safetensors", ".gguf")
 VARIANTS = ("", ".bf16", ".fp16", ".fp32", ".non_ema")  # of a file's name, the plain one first
 
+STRANGERS = (  # what else there is, by a name that only it has
+    (r"(?:^|\.)(?:control_model|controlnet_\w+|control_layers)\.", "a ControlNet"),
+    (r"(?:^|\.)qweight$", "stored as SVDQuant (nunchaku) or GPTQ"),
+    (r"(?:^|\.)distilled_guidance_layer\.", "Chroma"),
+    (r"(?:^|\.)individual_token_refiner\.", "HunyuanVideo"),
+    (r"(?:^|\.)input_blocks\.0\.0\.weight$", "a Stable Diffusion checkpoint in its original layout"),
+    (r"(?:^|\.)emb_params$|^string_to_param\.", "a textual inversion"),
+)
 PathLike = str | os.PathLike
 
 
@@ -203,6 +211,13 @@ def _stranger(heap: Heap) -> Trouble:
     name = heap.files[0].name
     if is_adapter(heap.tensors):
         return Trouble("not_recognised", f"{name} is a LoRA, not a model.", hint="Put it among the LoRA files.")
+    for pattern, what in STRANGERS:
+        if any(re.search(pattern, key) for key in heap.tensors):
+            return Trouble(
+                "not_recognised",
+                f"{name} is {what}, which is not read.",
+                hint="Take the model in the diffusers layout, if there is one.",
+            )
     first = ", ".join(list(heap.tensors)[:3]) or "nothing"
     return Trouble(
         "not_recognised",

@@ -233,7 +233,7 @@ def test_strangers_are_named(tmp_path, dit):
     with pytest.raises(Trouble, match="is a LoRA"):
         identify_model(write_file(tmp_path / "b.safetensors", lora), FAMILIES)
     control = {f"control_model.{name}": at for name, at in dit.items()}
-    with pytest.raises(Trouble, match="no model"):
+    with pytest.raises(Trouble, match="ControlNet"):
         identify_model(write_file(tmp_path / "c.safetensors", control), FAMILIES)
     with pytest.raises(Trouble, match="There is no file or folder"):
         identify_model(tmp_path / "absent", FAMILIES)
