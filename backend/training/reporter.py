@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from backend.schema.messages import Trouble, to_line
+from backend.training.files import write_text
 
 
 class Reporter:
@@ -54,6 +55,19 @@ class Reporter:
         if time.monotonic() - self._spoke > 5 or step in (1, total_steps):
             self._spoke = time.monotonic()
             self.say(f"step {step}/{total_steps}  loss {loss:.4f}  rate {learning_rate:.3g}  {seconds:.2f} s")
+
+    def rewind(self, step: int) -> None:
+        """Takes the steps after `step` out of the table: a resumed run makes them again. The events tell both."""
+        path = self.folder / "loss.csv"
+        if self.silent or not path.exists():
+            return
+        head, *rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [
+            row
+            for row in rows
+            if row.endswith("\n") and row.partition(",")[0].isdigit() and int(row.partition(",")[0]) <= step
+        ]
+        write_text(path, head + "".join(kept))
 
     def trouble(self, trouble: Trouble) -> None:
         self.event("trouble", **trouble.to_values())

@@ -37,6 +37,7 @@ def restore(run, total_steps: int) -> int:
             hint="Raise --num_epochs or --max_steps to train on.",
         )  # fmt: skip
     _take(run, state)
+    run.reporter.rewind(state.step)
     run.reporter.event("resumed", step=state.step, **_receipt(run, state))
     run.reporter.say(f"Going on from step {state.step}.")
     return state.step

@@ -63,6 +63,8 @@ def set_up(config, folder: Path, output: Path, accelerator, reporter: Reporter, 
     learner, adapter = make_learner(config, load, source)
     weights = named_trainable(learner)
     optimizers = make_optimizers(weights, config.training)
+    if len(optimizers) > 1 and config.training.mixed_precision == "fp16":
+        raise Trouble("bad_value", "Muon does not train in fp16.", hint="Use --mixed_precision bf16.")
     if accelerator.num_processes > 1:
         learner._ddp_params_and_buffers_to_ignore = _without_gradient(learner, source, config, accelerator)
     placing = [False, *[True] * len(optimizers)]  # the parts are where they belong

@@ -107,6 +107,8 @@ def test_stopping_saves_and_going_on_ends_where_the_whole_does(run_training, eve
     resumed = next(event for event in events(run) if event["event"] == "resumed")
     assert resumed["step"] == 1 and "place in the data" in resumed["restored"] and resumed["not_restored"] == []
     assert same(run / "step-6.safetensors", tmp_path / "whole" / "step-6.safetensors")
+    rows = (run / "loss.csv").read_text().splitlines()
+    assert [row.partition(",")[0] for row in rows] == ["step", "1", "2", "3", "4", "5", "6"]
 
 
 def test_a_run_folder_goes_on_by_itself_and_says_when_it_is_complete(

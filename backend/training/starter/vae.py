@@ -5,6 +5,7 @@ training runs the same network on 2-D kernels: several times faster, equal to th
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -193,10 +194,11 @@ def distance(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
             + F.l1_loss(F.avg_pool2d(out, 8), F.avg_pool2d(x, 8)))
 
 
-def objective(p: dict, x: torch.Tensor, *, halved: bool) -> torch.Tensor:
+def objective(p: dict, x: torch.Tensor, *, halved: bool, decoder_only: bool = False) -> torch.Tensor:
     """Distance plus a little KL; ``halved`` also asks that a half-size latent decodes to the half-size picture."""
     with torch.autocast("cpu", torch.bfloat16):
-        mean, log_variance = encode(p, x)
+        with torch.no_grad() if decoder_only else contextlib.nullcontext():
+            mean, log_variance = encode(p, x)
         log_variance = log_variance.clamp(-20, 10)
         z = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
         if halved:
@@ -214,11 +216,11 @@ def psnr(p: dict, pictures: torch.Tensor) -> float:
     return 10 * math.log10(4 / F.mse_loss(out, pictures).item())
 
 
-def reduce(flat: dict, seconds: float, ranks: int) -> float:
+def reduce(learnt: list[torch.Tensor], seconds: float, ranks: int) -> float:
     """Average the gradients over the ranks, and the clock with them so that all end at the same step."""
     if ranks == 1:
         return seconds
-    grads = [p.grad for p in flat.values()]
+    grads = [p.grad for p in learnt]
     buffer = torch.cat([g.flatten() for g in grads] + [torch.tensor([seconds])])
     dist.all_reduce(buffer)
     buffer /= ranks
@@ -266,13 +268,11 @@ def train(rank: int, ranks: int, options: argparse.Namespace) -> None:
         rate = options.lr * min(1, (step + 1) / 50) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * seconds / limit)))
         for group in optimiser.param_groups:
             group["lr"] = rate
-        loss = objective(flat, batch(sprites, rng, options.batch), halved=rng.random() < 0.2)
+        loss = objective(flat, batch(sprites, rng, options.batch), halved=rng.random() < (0.05 if options.decoder_only else 0.2),
+                         decoder_only=options.decoder_only)
         optimiser.zero_grad()
         loss.backward()
-        for value in flat.values():
-            if value.grad is None:
-                value.grad = torch.zeros_like(value)
-        seconds = reduce(flat, time.monotonic() - began, ranks)
+        seconds = reduce(learnt, time.monotonic() - began, ranks)
         torch.nn.utils.clip_grad_norm_(learnt, 1.0)
         optimiser.step()
         step += 1
