@@ -1,7 +1,8 @@
 """Make the starter model from nothing: ``python -m backend.training.starter WORK_FOLDER``.
 
 Steps, each skipped when its result is in the work folder: sprites, pictures, autoencoder, words, the model folder with a
-fresh transformer, the training run itself (the project's own trainer), and the finished model in ``WORK_FOLDER/starter``.
+fresh transformer, the training run itself (the project's own trainer), some more for the decoder, and the finished model in
+``WORK_FOLDER/starter``.
 """
 
 import argparse
@@ -80,7 +81,11 @@ def main() -> None:
     if any((work / "run" / "checkpoints").glob("step-*")):
         changes["resume_from_checkpoint"] = "latest"
     subprocess.run(train_command(work, processes=options.processes, changes=changes), check=True, env=environment())
-    install(newest(work / "run"), base, work / "starter")
+    if not (work / "decoder.done").is_file():
+        module("backend.training.starter.vae", work / "sprites.npy", work / "decoder", "--resume", base / "vae", "--decoder-only",
+               "--minutes", options.minutes / 4, "--lr", 5e-4, "--processes", options.processes)
+        (work / "decoder.done").touch()
+    install(newest(work / "run"), base, work / "starter", autoencoder=work / "decoder")
     print(f"The model is in {work / 'starter'}.")
 
 

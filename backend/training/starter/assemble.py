@@ -10,7 +10,7 @@ from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, Q
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from backend.training.starter import vae as autoencoder
+from backend.training.starter import flat_vae
 
 TRANSFORMER = dict(num_layers=7, num_attention_heads=3, attention_head_dim=64, axes_dims_rope=(16, 24, 24),
                    in_channels=64, out_channels=16, patch_size=2, joint_attention_dim=192)
@@ -46,13 +46,13 @@ def fresh_transformer() -> QwenImageTransformer2DModel:
 def measure_latents(model: AutoencoderKLQwenImage, dataset: Path, *, count: int = 1200) -> None:
     """Set ``latents_mean`` and ``latents_std`` in the config from pictures of the training set."""
     names = sorted({json.loads(line)["image"] for line in (dataset / "metadata.jsonl").read_text("utf-8").splitlines()})
-    flat, parts = autoencoder.flatten(model.float()), []
+    flat, parts = flat_vae.flatten(model.float()), []
     for start in range(0, count, 16):
         chosen = [names[i * len(names) // count] for i in range(start, min(start + 16, count))]
         pictures = np.stack([np.asarray(Image.open(dataset / name).convert("RGB")) for name in chosen])
         with torch.no_grad():
             x = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
-            parts.append(autoencoder.encode(flat, x)[0])
+            parts.append(flat_vae.encode(flat, x)[0])
     latents = torch.cat(parts)
     model.register_to_config(latents_mean=[round(x, 5) for x in latents.mean((0, 2, 3)).tolist()],
                              latents_std=[round(x, 5) for x in latents.std((0, 2, 3)).tolist()])
@@ -85,8 +85,10 @@ def assemble(work: Path) -> Path:
     return base
 
 
-def install(weights: Path, base: Path, target: Path) -> None:
+def install(weights: Path, base: Path, target: Path, *, autoencoder: Path | None = None) -> None:
     """Copy ``base`` to ``target`` with the trainer's ``weights`` (names ``dit.*`` and ``text_encoder.*``) in place.
+
+    ``autoencoder``: a folder whose autoencoder takes the place of the base's; its encoder must be the same.
 
     Raises ValueError where a name of the file has no place in the model, or a part of the model did not train.
     """
@@ -107,4 +109,7 @@ def install(weights: Path, base: Path, target: Path) -> None:
         part_file = path.with_suffix(".part")
         save_file(whole, part_file, metadata={"format": "pt"})
         part_file.replace(path)
+    if autoencoder is not None:
+        name = "diffusion_pytorch_model.safetensors"
+        shutil.copyfile(autoencoder / name, target / "vae" / name)
     strip_paths(target)

@@ -1,8 +1,4 @@
-"""Train the starter's autoencoder from random weights.
-
-A still picture meets only the last time slice of each 3-D kernel (the slices before it see zero padding), so the
-training runs the same network on 2-D kernels: several times faster, equal to the stock class within rounding.
-"""
+"""Train the starter's autoencoder from random weights, on its 2-D kernels."""
 
 import argparse
 import contextlib
@@ -18,121 +14,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from diffusers import AutoencoderKLQwenImage
 
-from backend.training.starter import canvas
+from backend.training.starter import canvas, flat_vae
+from backend.training.starter.flat_vae import CONFIG, decode, encode, flatten, norm_silu, start, unflatten
 
-CONFIG = dict(base_dim=16, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=1, attn_scales=[],
-              temperal_downsample=[False, False, False])
 CROP = 64
-
-
-# The network on 2-D kernels. ``p`` maps the class's own parameter names to tensors, the 3-D ones cut to their last slice.
-
-def flatten(model: AutoencoderKLQwenImage) -> dict[str, torch.Tensor]:
-    """Leaf tensors for training: 3-D kernels reduced to their last time slice, norms to one axis."""
-    flat = {}
-    for name, value in model.named_parameters():
-        value = value.detach()
-        if value.ndim == 5:
-            value = value[:, :, -1]
-        if name.endswith("gamma"):
-            value = value.flatten()
-        flat[name] = value.clone().requires_grad_()
-    return flat
-
-
-def unflatten(model: AutoencoderKLQwenImage, flat: dict[str, torch.Tensor]) -> None:
-    """Write the trained tensors back; the earlier time slices stay zero."""
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            if value.ndim == 5:
-                value.zero_()
-                value[:, :, -1] = flat[name]
-            else:
-                value.copy_(flat[name].reshape(value.shape))
-
-
-def norm(x: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
-    """The class's RMS norm over channels of ``[batch, channel, y, x]``."""
-    x32 = x.float()
-    size = x32.square().sum(1, keepdim=True).sqrt().clamp_min(1e-12)
-    return (x32 * (gamma.shape[0] ** 0.5 / size) * gamma[:, None, None]).to(x.dtype)
-
-
-def norm_silu(x: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
-    y = norm(x, gamma).float()
-    return (y * torch.sigmoid(y)).to(x.dtype)
-
-
-ACTIVATE = {"fn": norm_silu}
-
-
-def conv(p: dict, name: str, x: torch.Tensor, **kwargs) -> torch.Tensor:
-    weight = p[name + ".weight"]
-    return F.conv2d(x, weight, p[name + ".bias"], **({"padding": weight.shape[-1] // 2} | kwargs))
-
-
-def residual(p: dict, name: str, x: torch.Tensor) -> torch.Tensor:
-    shortcut = conv(p, name + ".conv_shortcut", x) if name + ".conv_shortcut.weight" in p else x
-    x = conv(p, name + ".conv1", ACTIVATE["fn"](x, p[name + ".norm1.gamma"]))
-    return conv(p, name + ".conv2", ACTIVATE["fn"](x, p[name + ".norm2.gamma"])) + shortcut
-
-
-def middle(p: dict, name: str, x: torch.Tensor) -> torch.Tensor:
-    x = residual(p, name + ".resnets.0", x)
-    b, c, h, w = x.shape
-    qkv = conv(p, name + ".attentions.0.to_qkv", norm(x, p[name + ".attentions.0.norm.gamma"]))
-    q, k, v = qkv.reshape(b, 3, c, h * w).unbind(1)
-    weights = torch.softmax((q.transpose(1, 2) @ k).float() * c ** -0.5, -1).to(v.dtype)
-    mixed = (v @ weights.transpose(1, 2)).reshape(b, c, h, w)
-    x = x + conv(p, name + ".attentions.0.proj", mixed)
-    return residual(p, name + ".resnets.1", x)
-
-
-def head(p: dict, name: str, x: torch.Tensor) -> torch.Tensor:
-    return conv(p, name + ".conv_out", ACTIVATE["fn"](x, p[name + ".norm_out.gamma"]))
-
-
-def encode(p: dict, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[b, 3, y, x]`` in -1..1 to mean and log variance, each ``[b, 16, y/8, x/8]``."""
-    x = conv(p, "encoder.conv_in", x)
-    for i in range(2 * len(CONFIG["dim_mult"]) - 1):
-        block = f"encoder.down_blocks.{i}"
-        if block + ".resample.1.weight" in p:
-            x = conv(p, block + ".resample.1", F.pad(x, (0, 1, 0, 1)), stride=2, padding=0)
-        else:
-            x = residual(p, block, x)
-    x = head(p, "encoder", middle(p, "encoder.mid_block", x))
-    return conv(p, "quant_conv", x).float().chunk(2, 1)
-
-
-def decode(p: dict, z: torch.Tensor) -> torch.Tensor:
-    """Latents ``[b, 16, y, x]`` to pictures ``[b, 3, 8y, 8x]``, not clamped."""
-    x = conv(p, "decoder.conv_in", conv(p, "post_quant_conv", z))
-    x = middle(p, "decoder.mid_block", x)
-    for i in range(len(CONFIG["dim_mult"])):
-        for j in range(CONFIG["num_res_blocks"] + 1):
-            x = residual(p, f"decoder.up_blocks.{i}.resnets.{j}", x)
-        up = f"decoder.up_blocks.{i}.upsamplers.0.resample.1"
-        if up + ".weight" in p:
-            x = conv(p, up, F.interpolate(x, scale_factor=2.0, mode="nearest-exact"))
-    return head(p, "decoder", x)
-
-
-def start(model: AutoencoderKLQwenImage, generator: torch.Generator) -> None:
-    """Unit gain in the last time slice, zeros elsewhere; a small first variance. The class's own init barely learns."""
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            if name.endswith("gamma"):
-                value.fill_(1)
-            elif value.ndim == 1:
-                value.zero_()
-            else:
-                last = value[:, :, -1] if value.ndim == 5 else value
-                fan_in = last[0].numel()
-                fresh = torch.randn(last.shape, generator=generator) * fan_in ** -0.5
-                value.zero_()
-                (value[:, :, -1] if value.ndim == 5 else value).copy_(fresh)
-        model.quant_conv.bias[CONFIG["z_dim"]:] = -6
 
 
 # Pictures
@@ -175,8 +60,13 @@ def batch(sprites: np.ndarray, rng: np.random.Generator, size: int) -> torch.Ten
     while len(parts) < size:
         picture = scene(sprites, rng)
         parts += [crop(picture, rng), crop(picture, rng)]
-    stacked = torch.from_numpy(np.stack(parts[:size])).permute(0, 3, 1, 2)
-    return stacked.float().div(127.5).sub(1).contiguous(memory_format=torch.channels_last)
+    return as_tensor(np.stack(parts[:size]))
+
+
+def as_tensor(pictures: np.ndarray) -> torch.Tensor:
+    """``[n, y, x, 3]`` uint8 to ``[n, 3, y, x]`` in -1..1, channels last in memory."""
+    moved = torch.from_numpy(pictures).permute(0, 3, 1, 2)
+    return moved.float().div(127.5).sub(1).contiguous(memory_format=torch.channels_last)
 
 
 # Loss
@@ -237,39 +127,48 @@ def save(model: AutoencoderKLQwenImage, flat: dict, folder: Path) -> None:
     model.to(torch.float32)
 
 
-def train(rank: int, ranks: int, options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(rank)
-    if ranks > 1:
-        dist.init_process_group("gloo", init_method=f"file://{options.out.absolute()}.rendezvous", rank=rank,
-                                world_size=ranks)
-    if options.compile:
-        compiled = torch.compile(norm_silu, dynamic=False)
-        torch._dynamo.config.cache_size_limit = 64
-        ACTIVATE["fn"] = compiled
-    sprites = np.load(options.sprites, mmap_mode="r")
-    rng = np.random.default_rng(100 + rank)
-    exam = torch.from_numpy(np.stack([scene(sprites, np.random.default_rng(i)) for i in range(64)]))
-    exam = exam.permute(0, 3, 1, 2).float().div(127.5).sub(1).contiguous(memory_format=torch.channels_last)
-    model = AutoencoderKLQwenImage(**CONFIG)
+def network(options: argparse.Namespace) -> tuple[AutoencoderKLQwenImage, dict[str, torch.Tensor], list[torch.Tensor]]:
+    """The class, its tensors for training with channels last, and those of them that learn."""
     if options.resume:
         model = AutoencoderKLQwenImage.from_pretrained(options.resume, torch_dtype=torch.float32)
     else:
+        model = AutoencoderKLQwenImage(**CONFIG)
         start(model, torch.Generator().manual_seed(0))
-    flat = flatten(model)
-    kernels = {k: v.detach().contiguous(memory_format=torch.channels_last).requires_grad_() if v.ndim == 4 else v
-               for k, v in flat.items()}
-    flat = kernels
-    learnt = [v for k, v in flat.items() if not options.decoder_only or k.startswith(("decoder", "post"))]
+    flat = {name: value.detach().contiguous(memory_format=torch.channels_last).requires_grad_() if value.ndim == 4 else value
+            for name, value in flatten(model).items()}
+    learnt = [value for name, value in flat.items() if not options.decoder_only or name.startswith(("decoder", "post"))]
+    return model, flat, learnt
+
+
+def rate_at(share: float, step: int, full: float) -> float:
+    """Learning rate after ``share`` of the time: fifty steps of rise, then a cosine down to a fiftieth."""
+    return full * min(1, (step + 1) / 50) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(share, 1))))
+
+
+def join(rank: int, ranks: int, options: argparse.Namespace) -> None:
+    """One thread, its own noise, and the group of processes."""
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    if ranks > 1:
+        meeting = f"file://{options.out.absolute()}.rendezvous"
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
+    if options.compile:
+        torch._dynamo.config.cache_size_limit = 64
+        flat_vae.ACTIVATE["fn"] = torch.compile(norm_silu, dynamic=False)
+
+
+def train(rank: int, ranks: int, options: argparse.Namespace) -> None:
+    """One process's part of the training; the first one prints, measures and saves."""
+    join(rank, ranks, options)
+    sprites, rng = np.load(options.sprites, mmap_mode="r"), np.random.default_rng(100 + rank)
+    exam = as_tensor(np.stack([scene(sprites, np.random.default_rng(i)) for i in range(64)]))
+    model, flat, learnt = network(options)
     optimiser = torch.optim.AdamW(learnt, lr=options.lr, betas=(0.9, 0.99), weight_decay=1e-4, fused=True)
     began, seconds, step, seen = time.monotonic(), 0.0, 0, 0.0
-    limit = options.minutes * 60
-    while seconds < limit:
-        rate = options.lr * min(1, (step + 1) / 50) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * seconds / limit)))
-        for group in optimiser.param_groups:
-            group["lr"] = rate
-        loss = objective(flat, batch(sprites, rng, options.batch), halved=rng.random() < (0.05 if options.decoder_only else 0.2),
-                         decoder_only=options.decoder_only)
+    while seconds < options.minutes * 60:
+        optimiser.param_groups[0]["lr"] = rate_at(seconds / (options.minutes * 60), step, options.lr)
+        halved = rng.random() < (0.05 if options.decoder_only else 0.2)
+        loss = objective(flat, batch(sprites, rng, options.batch), halved=halved, decoder_only=options.decoder_only)
         optimiser.zero_grad()
         loss.backward()
         seconds = reduce(learnt, time.monotonic() - began, ranks)
@@ -278,14 +177,13 @@ def train(rank: int, ranks: int, options: argparse.Namespace) -> None:
         step += 1
         seen = 0.98 * seen + 0.02 * loss.item()
         if step % 200 == 0 and rank == 0:
-            note = {"step": step, "seconds": round(seconds), "loss": round(seen / (1 - 0.98 ** step), 4),
-                    "crops_per_second": round(step * options.batch * ranks / seconds, 1)}
+            note = {"step": step, "seconds": round(seconds), "loss": round(seen / (1 - 0.98 ** step), 4)}
             if step % 800 == 0:
                 note["psnr"] = round(psnr(flat, exam), 2)
                 save(model, flat, options.out)
             print(json.dumps(note), flush=True)
     if rank == 0:
-        print(json.dumps({"step": step, "psnr": round(psnr(flat, exam), 2)}), flush=True)
+        print(json.dumps({"step": step, "seconds": round(seconds), "psnr": round(psnr(flat, exam), 2)}), flush=True)
         save(model, flat, options.out)
     if ranks > 1:
         dist.barrier()
@@ -305,6 +203,8 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="fuse norm and activation (needs a C++ compiler)")
     options = parser.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    Path(f"{options.out.absolute()}.rendezvous").unlink(missing_ok=True)
     if options.processes == 1:
         train(0, 1, options)
     else:

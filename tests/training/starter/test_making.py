@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from backend.training.starter import assemble, vae, words
+from backend.training.starter import assemble, flat_vae, vae, words
 
 pytestmark = pytest.mark.torch
 
@@ -15,34 +15,34 @@ pytestmark = pytest.mark.torch
 def autoencoder():
     from diffusers import AutoencoderKLQwenImage
 
-    model = AutoencoderKLQwenImage(**vae.CONFIG)
-    vae.start(model, torch.Generator().manual_seed(0))
+    model = AutoencoderKLQwenImage(**flat_vae.CONFIG)
+    flat_vae.start(model, torch.Generator().manual_seed(0))
     return model
 
 
 def test_two_dimensional_kernels_are_the_stock_autoencoder(autoencoder):
-    flat = vae.flatten(autoencoder)
+    flat = flat_vae.flatten(autoencoder)
     x = torch.rand(1, 3, 48, 48, generator=torch.Generator().manual_seed(1)) * 2 - 1
     with torch.no_grad():
         moments = autoencoder._encode(x[:, :, None])[:, :, 0]
-        mean, log_variance = vae.encode(flat, x)
+        mean, log_variance = flat_vae.encode(flat, x)
         assert (moments - torch.cat([mean, log_variance], 1)).abs().max() < 3e-6
         stock = autoencoder._decode(mean[:, :, None]).sample[:, :, 0]
-        assert (stock - vae.decode(flat, mean).clamp(-1, 1)).abs().max() < 1e-5
+        assert (stock - flat_vae.decode(flat, mean).clamp(-1, 1)).abs().max() < 1e-5
 
 
 def test_trained_kernels_go_back_into_the_last_time_slice(autoencoder):
-    flat = vae.flatten(autoencoder)
+    flat = flat_vae.flatten(autoencoder)
     with torch.no_grad():
         flat["decoder.conv_in.weight"].add_(1)
-    vae.unflatten(autoencoder, flat)
+    flat_vae.unflatten(autoencoder, flat)
     weight = autoencoder.decoder.conv_in.weight
     assert torch.equal(weight[:, :, -1], flat["decoder.conv_in.weight"]) and not weight[:, :, :-1].any()
 
 
 def test_a_step_lowers_the_loss_on_its_own_batch(autoencoder):
     torch.manual_seed(0)
-    flat = vae.flatten(autoencoder)
+    flat = flat_vae.flatten(autoencoder)
     x = torch.rand(2, 3, 32, 32) * 2 - 1
     optimiser = torch.optim.AdamW(flat.values(), lr=1e-3)
     losses = []
