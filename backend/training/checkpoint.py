@@ -105,6 +105,7 @@ def save_result(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str
     try:
         with replacing(path) as making:
             save_file(tensors, making, metadata=metadata)
+            making.chmod(0o644)  # safetensors makes files that their owner alone may read; a result is to be passed on
     except Exception as error:
         if is_disk_full(error):
             raise disk_full(path.parent, path.name) from error
