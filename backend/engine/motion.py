@@ -170,6 +170,20 @@ class Motion:
                 self._placeholders[key] = nothing.expand(field.shape)
         return self._placeholders[key]
 
+    def make_parameters(self, units: Iterable[Unit], device: str | None = None) -> None:
+        """Gives the modules new parameters of the computation's shape, dtype and device (or on `device`) that hold no numbers yet."""
+        for unit in units:
+            for index, places in enumerate(unit.targets):
+                with torch.inference_mode(False):
+                    nothing = self.placeholder(unit, index)
+                    nothing = torch.empty_like(nothing, device=device) if device else nothing
+                    parameter = nn.Parameter(nothing, requires_grad=False)
+                for owner, leaf in places:
+                    if leaf in owner._parameters:
+                        owner._parameters[leaf] = parameter
+                    else:
+                        owner._buffers[leaf] = nothing
+
     def look_ahead(self) -> None:
         """Begins to fetch what comes next, as far as buffers are free."""
         ahead = self._ahead()
@@ -186,7 +200,11 @@ class Motion:
         """Gives the buffers back."""
         for pool in (self.fetched, self.cast):
             if pool is not None:
-                pool.clear()
+                pool.stop()
+        self.fetcher.settle()
+        for pool in (self.fetched, self.cast):
+            if pool is not None:
+                pool.slots.clear()
 
     def close(self) -> None:
         self.empty()
@@ -214,3 +232,29 @@ def source_of(unit: Unit) -> Source:
 
 def _bytes_of(unit: Unit):
     return unit.spans if unit.stored is None else unit.stored.buffer
+
+
+def find_layers(units: list[Unit]) -> list[Layer]:
+    """The modules that own tensors, unit by unit."""
+    found: list[Layer] = []
+    for unit in units:
+        owned: dict[nn.Module, dict[int, str]] = {}
+        for index, places in enumerate(unit.targets):
+            for owner, leaf in places:
+                owned.setdefault(owner, {})[index] = leaf
+        for owner, leaves in owned.items():
+            found.append(Layer(owner, unit, leaves, key=len(found)))
+    return found
+
+
+def cast_bytes(layer: Layer, stored: Layout) -> int:
+    """What casting `layer` takes when its unit lies as `stored`."""
+    computing, factors = layer.unit.computing.fields, layer.unit.on_disk.factors
+    changed = [
+        index
+        for index in layer.leaves
+        if stored.fields[index].dtype != computing[index].dtype
+        or isinstance(factors[index], torch.Tensor)
+        or factors[index] != 1.0
+    ]
+    return lay_out((computing[index].dtype, computing[index].shape) for index in changed).nbytes

@@ -27,12 +27,12 @@ from backend.catalog.spec import PartSpec
 from backend.engine import load, memory
 from backend.engine.calls import Call, after, before
 from backend.engine.held import Pass
-from backend.engine.motion import Layer, Motion, source_of
+from backend.engine.motion import Motion, cast_bytes, find_layers, source_of
 from backend.engine.quantize import is_float8
 from backend.engine.residence import Residence
 from backend.engine.staging import most_that_fit
 from backend.engine.states import State, States, check_files, check_limit, read_states
-from backend.engine.stream import Reader, lay_out
+from backend.engine.stream import Reader
 from backend.engine.units import Unit, find_units, stored_layout
 from backend.schema.vram import VramConfig
 
@@ -78,7 +78,9 @@ def of(module: nn.Module) -> Placement | None:
 class Placement:
     """The weights of one placed module. Made by `place`; begins in the offload state, in which the module may be called as well."""
 
-    def __init__(self, module: nn.Module, part: PartSpec, states: States, limit, resident, staging: int, reader: Reader):
+    def __init__(
+        self, module: nn.Module, part: PartSpec, states: States, limit, resident, staging: int, reader: Reader
+    ):
         self.module, self.part, self.states, self.limit_bytes = module.eval().requires_grad_(False), part, states, limit
         self.level, self.resident = "offload", resident
         self.device, self.dtype = states.computation.device, states.computation.dtype
@@ -92,8 +94,8 @@ class Placement:
         self.calls: list[Call] = []
         self.passes: set[Pass] = set()
         self._hooks = []
-        self._make_parameters()
-        self.layers = _layers(self.units)
+        self.motion.make_parameters(self.units)
+        self.layers = find_layers(self.units)
         if not states.resident:
             self._watch()
         _move_others(module, self._by_name, self.device)
@@ -168,7 +170,7 @@ class Placement:
             self.motion.close()
             for unit in self.units:
                 unit.stored = unit.parked = unit.ready = None
-            self._make_parameters("meta")
+            self.motion.make_parameters(self.units, "meta")
             self._residence.finish()
             self._reader.close()
             self.module.__dict__.pop(_PLACED, None)
@@ -235,66 +237,41 @@ class Placement:
 
     def _plan(self) -> None:
         """Decides which blocks may stay on the computing device, and makes the buffers for the others."""
-        self._may_prepare = self._choose() if self.level == "onload" else set()
-        if self.level == "onload" and self.limit_bytes != 0 and self.states.preparing.device != self.device:
+        onloaded, preparing = self.level == "onload", self.states.preparing
+        self._may_prepare = self._choose() if onloaded else set()
+        if onloaded and self.limit_bytes != 0 and preparing.device != self.device:
             for unit in self.blocks:  # takes no memory of the computing device
-                self._enter(unit, self.states.preparing)
+                self._enter(unit, preparing)
         self._residence.finish()
         moving = [unit for unit in self.blocks if unit.ready is None and unit.position not in self._may_prepare]
         streamed = [unit for unit in moving if unit.stored is None or unit.stored.state.device != self.device]
-        self.motion.plan(streamed, max((self._cast_bytes(layer) for layer in self.layers), default=0))
+        self.motion.plan(streamed, self._cast_bytes(preparing if self._may_prepare else None))
 
     def _choose(self) -> set[int]:
         """Positions of the blocks that may enter the preparing state on the computing device."""
-        preparing = self.states.preparing
-        blocks = self.blocks
+        preparing, blocks = self.states.preparing, self.blocks
         if preparing == self.states.onload or preparing.device != self.device:
             return set()
         if self.resident is not None:
             return {blocks[index].position for index in self.resident}
-        if self.limit_bytes == 0:
-            return set()
         if self.limit_bytes is None:
             return {unit.position for unit in blocks}
         sizes = [stored_layout(unit, preparing.dtype).nbytes for unit in blocks]
         used = memory.allocated(self.device) if self.device.type != "cpu" else 0
-        used += sum(unit.computing.nbytes for unit in self.units if not unit.block)
-        used += max((self._cast_bytes(layer) for layer in self.layers), default=0)
+        used += sum(unit.computing.nbytes for unit in self.units if not unit.block) + self._cast_bytes(preparing)
         fetched = max((source_of(unit).layout.nbytes for unit in blocks), default=0) * self.motion.staging
         picked = most_that_fit(sizes, self.limit_bytes, lambda chosen: used + (fetched if chosen < len(blocks) else 0))
         return {blocks[index].position for index in picked}
 
-    def _cast_bytes(self, layer: Layer) -> int:
-        """What casting `layer` needs, as its block is stored or as it may be stored while it is prepared."""
-        unit = layer.unit
-        if not unit.block or unit.ready is not None:
-            return 0
-        prepared = self.level == "onload" and not self.states.preparing.on_disk
-        prepared = prepared and (self.limit_bytes != 0 or bool(self.resident))
-        layouts = [source_of(unit).layout, *([stored_layout(unit, self.states.preparing.dtype)] if prepared else [])]
-        computing = unit.computing.fields
-        needed = lambda layout: (
-            lay_out(  # noqa: E731
-                (computing[index].dtype, computing[index].shape)
-                for index in layer.leaves
-                if layout.fields[index].dtype != computing[index].dtype or unit.on_disk.factors[index] != 1.0
-            ).nbytes
-        )
-        return max(needed(layout) for layout in layouts)
-
-    def _make_parameters(self, device: str | None = None) -> None:
-        """Parameters of the computation's shape, dtype and (or on `device`) device that hold no numbers yet."""
-        for unit in self.units:
-            for index, places in enumerate(unit.targets):
-                with torch.inference_mode(False):
-                    nothing = self.motion.placeholder(unit, index)
-                    nothing = torch.empty_like(nothing, device=device) if device else nothing
-                parameter = nn.Parameter(nothing, requires_grad=False)
-                for owner, leaf in places:
-                    if leaf in owner._parameters:
-                        owner._parameters[leaf] = parameter
-                    else:
-                        owner._buffers[leaf] = nothing
+    def _cast_bytes(self, preparing: State | None) -> int:
+        """What casting the largest layer of a block takes, as blocks are stored now or will be stored in `preparing`."""
+        largest = 0
+        for layer in self.layers:
+            if layer.unit.block and layer.unit.ready is None:
+                layouts = [source_of(layer.unit).layout]
+                layouts += [] if preparing is None else [stored_layout(layer.unit, preparing.dtype)]
+                largest = max(largest, *(cast_bytes(layer, layout) for layout in layouts))
+        return largest
 
     def _watch(self) -> None:
         """Before each use of a block or a layer its weights are brought, and after it they go."""
@@ -307,19 +284,6 @@ class Placement:
             for module, layer in reversed(watched):
                 hook = partial(after, self, unit, layer)
                 self._hooks.append(module.register_forward_hook(hook, with_kwargs=True, always_call=True))
-
-
-def _layers(units: list[Unit]) -> list[Layer]:
-    """The modules that own tensors, unit by unit."""
-    found: list[Layer] = []
-    for unit in units:
-        owned: dict[nn.Module, dict[int, str]] = {}
-        for index, places in enumerate(unit.targets):
-            for owner, leaf in places:
-                owned.setdefault(owner, {})[index] = leaf
-        for owner, leaves in owned.items():
-            found.append(Layer(owner, unit, leaves, key=len(found)))
-    return found
 
 
 def _move_others(module: nn.Module, known: dict[str, Unit], device: torch.device) -> None:

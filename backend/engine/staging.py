@@ -1,7 +1,7 @@
 """Buffers that blocks pass through, and what is fetched into them ahead of time.
 
-`Order` learns in which order blocks are asked for. It remembers who followed each *pair*, so that forwards (…, 3, 4 -> 5) and backwards
-(…, 5, 4 -> 3) are told apart, whatever the sequence. `Buffers` are a few buffers of equal size on the computing device, used again and again.
+`Order` learns in which order blocks are asked for. It remembers who followed each run of *three*, so that forwards (2, 3, 4 -> 5),
+backwards (6, 5, 4 -> 3) and the turn (6, 7, 7 -> 6) are told apart, whatever the sequence. `Buffers` are a few buffers of equal size on the computing device, used again and again.
 `Fetcher` fills one: from disk in a reader's thread, from RAM to an accelerator on a stream of its own.
 """
 
@@ -17,6 +17,7 @@ import torch
 
 from backend.engine.stream import Span, allocate, cut
 
+START = (None, None, None)
 BOUNCE_BYTES = 32 << 20  # of each of two pinned buffers between disk and accelerator
 
 
@@ -26,35 +27,33 @@ class Order:
     def __init__(self, positions: list[int]):
         self.positions = positions
         self._place = {position: index for index, position in enumerate(positions)}
-        self._after: dict[tuple[int | None, int | None], int] = {}
-        self._before: int | None = None
-        self._last: int | None = None
+        self._after: dict[tuple, int] = {}
+        self._seen: tuple = START
         self._direction = 1
 
     def note(self, position: int, direction: int = 1) -> None:
         """`position` is wanted now; `direction` is -1 in a backward pass."""
-        if position == self._last:
-            self._direction = min(self._direction, direction)  # the last block turns round; a recomputation does not
-            return
+        self._after[self._seen] = position
+        self._seen = (*self._seen[1:], position)
         self._direction = direction
-        self._after[self._before, self._last] = position
-        self._before, self._last = self._last, position
 
     def ahead(self, count: int) -> list[int]:
-        """The next `count` distinct positions as far as known, nearest first."""
+        """The next `count` distinct positions as far as known, nearest first; the last noted may be wanted again."""
         found: list[int] = []
-        before, last = self._before, self._last
-        while len(found) < min(count, len(self.positions) - (last is not None)):
-            before, last = last, self._after.get((before, last), self._in_line(last))
-            if last in found or last == self._last:
+        seen = self._seen
+        for _ in range(3 * count):
+            position = self._after.get(seen)
+            position = self._in_line(seen[-1]) if position is None else position
+            seen = (*seen[1:], position)
+            if position not in found:
+                found.append(position)
+            if len(found) == count:
                 break
-            found.append(last)
         return found
 
     def restart(self) -> None:
         """A new pass begins, by whatever was first the last time."""
-        self._before = self._last = None
-        self._direction = 1
+        self._seen, self._direction = START, 1
 
     def _in_line(self, position: int | None) -> int:
         if position is None:
@@ -123,11 +122,11 @@ class Buffers:
                 return
             self.slots.remove(spare)
 
-    def clear(self) -> None:
+    def stop(self) -> None:
+        """Returns when no thread writes into a slot any more."""
         for slot in self.slots:
             if slot.filling is not None and not slot.filling.cancel():
                 slot.filling.exception()
-        self.slots.clear()
 
 
 class Fetcher:
@@ -149,6 +148,8 @@ class Fetcher:
         if slot.filling is not None:
             slot.filling.cancel()  # nobody came for it; if it has begun, the one thread ends it before it takes up the new one
         slot.arrived = None
+        if slot.left is None:
+            self.leave(slot)  # its memory may just have been freed by what still runs
         pinned = isinstance(source, torch.Tensor) and (self.device.type == "cpu" or source.is_pinned())
         if pinned:
             if slot.filling is not None and not slot.filling.cancelled():
@@ -176,6 +177,11 @@ class Fetcher:
         if self._module:
             slot.left = self._module.Event()
             slot.left.record(self._module.current_stream(self.device))
+
+    def settle(self) -> None:
+        """Returns when no copy is under way any more: buffers may be freed. (The thread's work is waited for slot by slot.)"""
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def close(self) -> None:
         """Ends the thread; what it is doing is waited for."""

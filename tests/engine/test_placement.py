@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from itertools import pairwise
 
 import pytest
 
@@ -98,7 +99,9 @@ def test_files_in_scaled_8_bit_are_read_exactly(small, config):
     placed.onload()
     got = call(module)
     for name in names:
-        assert torch.equal(placed.read(name), load.read_tensor(part.tensors[name], part.scales[name]).to(torch.bfloat16))
+        assert torch.equal(
+            placed.read(name), load.read_tensor(part.tensors[name], part.scales[name]).to(torch.bfloat16)
+        )
     if config != STORED_FP8:
         assert torch.equal(got, call(resident(part, build)))
     placed.close()
@@ -244,7 +247,7 @@ def test_a_limit_lets_as_many_blocks_stay_as_fit_evenly_spread(small):
         found = placed.resident_blocks()
         assert len(found) == stay or stay == 8
         assert len(placed.motion.fetched.slots) == min(2, 10 - len(found))
-        gaps = [b - a for a, b in zip(found, found[1:], strict=False)]
+        gaps = [b - a for a, b in pairwise(found)]
         assert not gaps or max(gaps) - min(gaps) <= 1
         held = placed.held_bytes()
         assert held["stored"] + held["staging"] <= placed.limit_bytes

@@ -55,7 +55,7 @@ class Clock:
     def filled(self, slot) -> None:
         with self.changed:
             self.reading.remove(slot)
-            if self.waits_for is slot:
+            if self.waits_for is slot and slot not in self.reading:
                 self.waits_for = None
             self._move()
 
