@@ -68,6 +68,7 @@ class Layout:
 
     parts: dict[str, PartLayout] = field(default_factory=dict)
     tiled: bool = False
+    halves_apart: bool = False  # of guidance
     checkpointed: bool = False
     checkpoints_in_ram: bool = False
     state_bytes: float = 8.0  # of the optimizer, per trained number

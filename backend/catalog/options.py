@@ -99,30 +99,36 @@ def text_options(terms: Terms, modes=("parked", "streamed")) -> list[Option]:
 
 
 def denoise_options(terms: Terms, modes=("parked", "streamed")) -> list[Option]:
-    """All steps of all pictures."""
-    found, work = [], terms.work
-    working = max((estimate.denoise(part, terms.point, work, terms.fixed) for part in terms.denoisers), key=lambda one: one.likely)
-    one_pass = {**terms.point, "b": 1}
-    flops = estimate.operations(terms.denoisers[0], one_pass) * terms.point["b"]
-    low, high = estimate.compute_seconds(flops, terms.speed)
-    for layout, rungs, lossy in part_layouts(terms, modes=modes):
-        parts = {part.name: _filled(part, layout, working, terms, extra=work.lora_bytes) for part in terms.denoisers}
-        first = parts[terms.denoisers[0].name]
-        held, staging = estimate.on_card(terms.denoisers[0], first, True, work.computing)
-        weights = {terms.denoisers[0].name: held}
-        if first.mode == "resident":
-            weights = {part.name: estimate.on_card(part, parts[part.name], True, work.computing)[0] for part in terms.denoisers}
-        cast = terms.denoisers[0].numel * 3 / terms.speed.memory_bytes if layout.storage == FP8 else 0.0
-        moved = estimate.move_seconds(estimate.moved_bytes(terms.denoisers[0], first, work.computing), first.home, terms.speed)
-        entering = sum(_entering(part, parts[part.name], terms) for part in terms.denoisers)
-        runs = work.steps * work.count
-        ram = sum(estimate.off_card(part, parts[part.name], work.computing) for part in terms.denoisers)
-        seconds = tuple(max(pace + cast, moved) * runs + entering for pace in (low, high))
-        phase = estimate.phase(
-            "denoise", weights, working, terms.fixed, staging=staging, adapter=work.lora_bytes, ram=ram, seconds=seconds
-        )
-        found.append(Option(Layout(parts), (phase,), _named("dit", rungs), lossy, ram))
-    return found
+    """All steps of all pictures; the halves of guidance together, or one after the other for less memory."""
+    apart = (False, True) if terms.work.guidance else (False,)
+    layouts = list(part_layouts(terms, modes=modes))
+    return [_denoised(terms, *each, apart=one) for one in apart for each in layouts]
+
+
+def _denoised(terms: Terms, layout: PartLayout, rungs: tuple[str, ...], lossy: int, *, apart: bool) -> Option:
+    work, first = terms.work, terms.denoisers[0]
+    point = {**terms.point, "b": 1} if apart else terms.point
+    working = max((estimate.denoise(part, point, work, terms.fixed) for part in terms.denoisers), key=lambda one: one.likely)
+    parts = {part.name: _filled(part, layout, working, terms, extra=work.lora_bytes) for part in terms.denoisers}
+    held, staging = estimate.on_card(first, parts[first.name], True, work.computing)
+    weights = {first.name: held}
+    if layout.mode == "resident":
+        weights = {part.name: estimate.on_card(part, layout, True, work.computing)[0] for part in terms.denoisers}
+    flops = estimate.operations(first, {**point, "b": 1}) * terms.point["b"]
+    passes = 2 if apart else 1
+    cast = first.numel * 3 * passes / terms.speed.memory_bytes if layout.storage == FP8 else 0.0
+    moved = estimate.moved_bytes(first, parts[first.name], work.computing) * passes
+    aside = estimate.move_seconds(moved, layout.home, terms.speed)
+    entering = sum(_entering(part, parts[part.name], terms) for part in terms.denoisers)
+    seconds = tuple(
+        max(pace + cast, aside) * work.steps * work.count + entering for pace in estimate.compute_seconds(flops, terms.speed)
+    )  # fmt: skip
+    ram = sum(estimate.off_card(part, parts[part.name], work.computing) for part in terms.denoisers)
+    phase = estimate.phase(
+        "denoise", weights, working, terms.fixed, staging=staging, adapter=work.lora_bytes, ram=ram, seconds=seconds
+    )
+    named = (*_named("dit", rungs), *(("halves",) if apart else ()))
+    return Option(Layout(parts, halves_apart=apart), (phase,), named, lossy, ram)
 
 
 def decode_options(terms: Terms, modes=("parked",)) -> list[Option]:

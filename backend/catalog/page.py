@@ -88,7 +88,7 @@ def _headline(found: VramPlan, card: Card) -> str:
 
 def _with(found: VramPlan) -> str:
     words = {
-        "park": "parts taking turns", "fp8": "FP8 weights", "stream": "streaming", "tile": "a tiled decode", "disk": "weights on disk",
+        "park": "parts taking turns", "fp8": "FP8 weights", "stream": "streaming", "tile": "a tiled decode", "halves": "guidance in two passes", "disk": "weights on disk",
         "checkpoint": "gradient checkpointing", "checkpoint_ram": "checkpoints in RAM", "optimizer_8bit": "an 8-bit optimizer",
         "optimizer_ram": "the optimizer in RAM",
     }  # fmt: skip

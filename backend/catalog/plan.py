@@ -91,7 +91,7 @@ def generation_groups(terms: Terms) -> list[list[tuple[Option, ...]]]:
     all_there = [_together(terms, *each) for each in itertools.product(
         options.text_options(terms, ("resident",)), options.denoise_options(terms, ("resident",)),
         options.decode_options(terms, ("resident",)),
-    )]  # fmt: skip
+    ) if not any(option.lossy for option in each)]  # to save a load is no reason to lose exactness
     in_turn = [options.text_options(terms), options.denoise_options(terms), options.decode_options(terms)]
     return [[all_there], in_turn]
 
@@ -112,7 +112,7 @@ def _together(terms: Terms, *each: Option) -> Option:
                 peak_low_bytes=phase.peak_low_bytes + more, peak_high_bytes=phase.peak_high_bytes + more,
             ))  # fmt: skip
     rungs = tuple(dict.fromkeys(rung for option in each for rung in option.rungs))
-    layout = Layout(parts, tiled=any(option.layout.tiled for option in each))
+    layout = merged(each)
     return Option(layout, tuple(phases), rungs, sum(option.lossy for option in each))
 
 
@@ -172,6 +172,7 @@ def _emit(chosen: tuple[Option, ...], terms: Terms, card: Card, fits: bool, verd
         resident_blocks=resident,
         streamed_blocks=streamed,
         tiled_vae=layout.tiled,
+        halves_apart=layout.halves_apart,
         steps=sentences.steps(chosen, terms, groups),
         settings=training.settings(layout, terms) if terms.work.targets else {},
         advice="" if fits and verdict == "green" else sentences.advice(chosen, terms, card),
@@ -187,7 +188,8 @@ def merged(chosen: tuple[Option, ...]) -> Layout:
     """One layout of all options."""
     parts = {name: part for option in chosen for name, part in option.layout.parts.items()}
     trained = next((one.layout for one in chosen if any(phase.name == "step" for phase in one.phases)), Layout())
-    return replace(trained, parts=parts, tiled=any(option.layout.tiled for option in chosen))
+    apart = any(option.layout.halves_apart for option in chosen)
+    return replace(trained, parts=parts, tiled=any(option.layout.tiled for option in chosen), halves_apart=apart)
 
 
 def _configs(layout: Layout, terms: Terms, card: Card) -> dict[str, VramConfig]:

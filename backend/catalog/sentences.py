@@ -8,7 +8,7 @@ from backend.catalog import estimate
 from backend.schema.vram import GIB, PlanStep
 
 NAMES = {"dit": "transformer", "dit2": "second transformer", "text": "text encoder", "vae": "VAE"}
-ORDER = ("park", "fp8", "stream", "tile", "checkpoint", "checkpoint_ram", "optimizer_8bit", "optimizer_ram", "disk")
+ORDER = ("park", "fp8", "stream", "halves", "tile", "checkpoint", "checkpoint_ram", "optimizer_8bit", "optimizer_ram", "disk")
 LOSSY = ("fp8", "tile", "optimizer_8bit")
 
 
@@ -52,6 +52,7 @@ def _sentence(kind: str, part: str, option, terms) -> str:
     if kind == "disk":
         return f"The {name} waits on disk, because RAM has no room for it."
     return {
+        "halves": "The two halves of guidance are computed one after the other.",
         "tile": "Pictures are decoded in tiles; seams are blended.",
         "checkpoint": "Gradient checkpointing: activations are computed again in the backward pass.",
         "checkpoint_ram": "What gradient checkpointing keeps goes to RAM.",

@@ -87,7 +87,7 @@ def _sizes(network: str, config: dict, known: dict) -> dict:
         inner = name.removeprefix(f"{home}.0.") if home else name
         owner = inner.rpartition(".")[0]
         matrix = name.rpartition(".")[0] in linears and weight.ndim == 2
-        key = "matrix" if matrix else "precise" if weight.dtype == torch.float32 else "rest"
+        key = "precise" if weight.dtype == torch.float32 else "matrix" if matrix else "rest"
         sizes[home][key] += weight.numel()
         if matrix:
             sizes[home]["linears"][owner] = list(weight.shape)
@@ -212,9 +212,9 @@ def _video_form(module, call, points, names, dtype):
 
 
 def _tiled(module, dtype: torch.dtype, name: str, video: bool) -> dict:
-    found = {}
+    found, sides = {}, (72, 96) if stages._pixels_per_cell(module) == 8 else (40, 56)  # blending tiles is slow to trace
     for kind in ("picture", "video") if video else ("picture",):
-        points = [{"h": side, "w": side, "f": f} for f in ((1,) if kind == "picture" else (3, 5)) for side in (72, 96)]
+        points = [{"h": side, "w": side, "f": f} for f in ((1,) if kind == "picture" else (3, 5)) for side in sides]
         tapes = _tapes(partial(stages.decode, tiled=True), module, points, dtype, warm=False)
         names = ["1", "hw"] if kind == "picture" else ["1", "f", "fhw"]
         found[f"decode_tiled/{name}/{kind}"] = forms.fit_peaks(names, points, tapes) | {"pool": forms.pools(tapes[:1])}

@@ -105,6 +105,7 @@ class VramPlan:
     resident_blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
     streamed_blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
     tiled_vae: bool = False
+    halves_apart: bool = False  # the two halves of guidance one after the other
     steps: tuple[PlanStep, ...] = ()
     settings: dict[str, object] = field(default_factory=dict)  # training: knobs of the config that take this plan
     advice: str = ""
