@@ -37,6 +37,7 @@ class Pipeline:
         configs: dict[str, VramConfig] | None = None,
         vram_limit_bytes: int | None = None,
         tiled_vae: bool = False,
+        halves_apart: bool = False,
         on_bytes: Callable[[str, int, int], None] | None = None,
     ):
         self.spec, self.dtype, self.device = spec, dtype, memory.check_device(str(device))
@@ -48,7 +49,7 @@ class Pipeline:
         self._encodings: OrderedDict[str, dict] = OrderedDict()
         self._text_changed = False
         self._preview = Preview(self.family, self.parts, self.placements, device=self.device, dtype=self.dtype)
-        self._together = True
+        self._together = not halves_apart  # the halves of guidance
         for name in spec.parts:
             self._load(name, (configs or {}).get(name, VramConfig()), vram_limit_bytes, on_bytes)
         modules = {name: self.parts[name] for name in spec.parts}

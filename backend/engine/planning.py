@@ -23,6 +23,7 @@ class Placing:
     configs: dict[str, VramConfig] = field(default_factory=dict)
     vram_limit_bytes: int | None = None
     tiled_vae: bool = False
+    halves_apart: bool = False
     predicted_bytes: int = 0
     notes: tuple[str, ...] = ()
     pixels: int = 0
@@ -33,6 +34,7 @@ class Placing:
             configs={name: config for name, config in plan.configs.items() if config.managed},
             vram_limit_bytes=None if plan.vram_limit_gib is None else int(plan.vram_limit_gib * GIB),
             tiled_vae=plan.tiled_vae,
+            halves_apart=plan.halves_apart,
             predicted_bytes=plan.peak_high_bytes,
             notes=(*(step.sentence for step in plan.steps if step.lossy), *([plan.advice] if plan.advice else [])),
             pixels=request.width * request.height,
@@ -41,7 +43,7 @@ class Placing:
     @property
     def placed(self) -> tuple:
         """What a pipeline has to be loaded anew for."""
-        return self.configs, self.vram_limit_bytes, self.tiled_vae
+        return self.configs, self.vram_limit_bytes, self.tiled_vae, self.halves_apart
 
     def covers(self, request: GenerationRequest) -> bool:
         """Whether a request fits into what was planned: not larger than what the plan was made for."""
