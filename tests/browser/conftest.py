@@ -16,7 +16,7 @@ import pytest
 from backend.schema.places import PROJECT, Places
 
 START_SECONDS = 180
-WAIT_SECONDS = 60
+WAIT_SECONDS = 120
 
 
 class Site:

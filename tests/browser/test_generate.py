@@ -66,7 +66,7 @@ def test_the_gallery_and_the_form_survive_a_reload(site, open_page):
 def test_cancel_ends_the_picture_and_a_reload_in_between_changes_nothing(site, open_page):
     page = open_page(site)
     before = len(pictures(site))
-    ask(page, "a long wait", steps=200, count=8)
+    ask(page, "a long wait", steps=200, count=64)
     page.wait_for_selector("#progress .work >> text=Generating")
     page.reload()
     wait_ready(page)

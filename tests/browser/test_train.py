@@ -12,7 +12,7 @@ from tests.browser.conftest import Site, tab, wait_ready, wait_until
 
 pytestmark = [pytest.mark.browser, pytest.mark.torch, pytest.mark.slow]
 STATUS = "#run-head .pill"
-SLOW_SECONDS = 120
+SLOW_SECONDS = 240
 
 
 @pytest.fixture(scope="module")
