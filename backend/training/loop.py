@@ -43,7 +43,6 @@ def train(run: Run) -> str:
     run.reporter.phase("training")
     if start == 0:
         draw_samples(run, 0)
-    run.model.train()
     bad = 0
     for step in range(start, pace.total):
         began = time.monotonic()

@@ -68,15 +68,14 @@ def save_sample(family: ModuleType, parts: dict, latents: torch.Tensor, path: Pa
 
 
 @contextlib.contextmanager
-def drawing(*modules: torch.nn.Module) -> Iterator[None]:
-    """Modules in eval mode, random state as it was before: drawing leaves no trace in the run."""
-    training = [module.training for module in modules]
+def drawing(module: torch.nn.Module) -> Iterator[None]:
+    """Everything in `module` in eval mode, the random state as it was before: drawing leaves no trace in the run."""
+    modes = [(inner, inner.training) for inner in module.modules()]
     state = torch.get_rng_state()
-    for module in modules:
-        module.eval()
+    module.eval()
     try:
         yield
     finally:
         torch.set_rng_state(state)
-        for module, mode in zip(modules, training, strict=True):
-            module.train(mode)
+        for inner, mode in modes:
+            inner.training = mode
