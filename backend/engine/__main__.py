@@ -74,7 +74,7 @@ def _answer(wire: Wire, worker, values: dict) -> None:
     except Cancelled:
         wire.say("cancelled", id=id)
     except Exception as error:
-        wire.say_trouble(worker.explain(error) or _unexpected(error, values["command"]), id=id)
+        wire.say_trouble(worker.explain(error, values["command"]) or _unexpected(error, values["command"]), id=id)
     finally:
         wire.done(id)
 

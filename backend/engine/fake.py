@@ -33,7 +33,7 @@ class FakeWork:
     def warm_up(self) -> None:
         """Nothing needs it."""
 
-    def explain(self, error: Exception) -> Trouble | None:
+    def explain(self, error: Exception, command: str) -> Trouble | None:
         return None
 
     def load(self, id: str, values: dict) -> None:

@@ -30,6 +30,7 @@ from backend.schema.request import (
 )
 
 MEMORY_SECONDS = 2.0
+_DOING = {"load": "loading", "tool": "working on a LoRA"}
 TOOL_SECONDS = 0.25  # between two words about how far a tool is
 
 
@@ -61,13 +62,13 @@ class Work:
         """Imports what the first request will need; two seconds that nobody waits for."""
         import_networks("qwen_image")
 
-    def explain(self, error: Exception) -> Trouble | None:
+    def explain(self, error: Exception, command: str) -> Trouble | None:
         """What an error means, where it means something to a person. Lets the model go where memory ran out."""
         if not memory.is_out_of_memory(error):
             return None
         error.__traceback__ = None  # its frames hold the tensors
         self._close()
-        return memory.out_of_memory(self.device, error, doing="drawing")
+        return memory.out_of_memory(self.device, error, doing=_DOING.get(command, "drawing"))
 
     def load(self, id: str, values: dict) -> None:
         request = asked(values) if "request" in values else self._usual_request(values)
@@ -245,6 +246,8 @@ class Work:
             configs=self._placing.configs,
             vram_limit_bytes=self._placing.vram_limit_bytes,
             tiled_vae=self._placing.tiled_vae,
+            halves_apart=self._placing.halves_apart,
+            resident_blocks=self._placing.resident_blocks,
             on_bytes=on_bytes,
         )
 

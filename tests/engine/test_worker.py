@@ -55,21 +55,21 @@ class Talk:
         self.child.stdin.write((json.dumps(values) + "\n").encode())
         self.child.stdin.flush()
 
-    def wait(self, wanted, seconds: float = 90) -> Event:
+    def wait(self, wanted, seconds: float = 240) -> Event:
         """The first event that `wanted` is true of."""
         with self._news:
             found = self._news.wait_for(lambda: next((e for e in self.events if wanted(e)), None), timeout=seconds)
         assert found, f"not heard: {[e.event for e in self.events]}, log: {Path(self.log.name).read_text()[-2000:]}"
         return found
 
-    def answer(self, id: str, seconds: float = 90) -> Event:
+    def answer(self, id: str, seconds: float = 240) -> Event:
         return self.wait(lambda e: e.id == id and e.event in LAST, seconds)
 
     def end(self) -> int:
         if not self.child.stdin.closed:
             self.child.stdin.close()
         try:
-            return self.child.wait(20)
+            return self.child.wait(60)
         finally:
             self.child.kill()
             self.log.close()
@@ -123,15 +123,15 @@ def test_the_painted_worker_draws_cancels_and_ends(talk, data):
     worker.wait(named("step", "b"))
     worker.say(command="cancel", id="c")  # while it waits
     worker.say(command="cancel", id="b")
-    assert worker.answer("b", 2).event == "cancelled"
-    assert worker.answer("c", 2).event == "cancelled"
+    assert worker.answer("b", 20).event == "cancelled"
+    assert worker.answer("c", 20).event == "cancelled"
     assert worker.end() == 0
     assert not worker.strays
 
 
 def test_the_painted_worker_needs_no_torch():
     code = "import sys, backend.engine.__main__, backend.engine.fake; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT, timeout=200).returncode == 0
 
 
 def test_what_is_no_command_is_answered_in_a_sentence(talk):
@@ -150,13 +150,13 @@ def test_what_is_no_command_is_answered_in_a_sentence(talk):
     worker.say(command="load", id="still there")
     assert worker.answer("still there").event == "loaded"
     worker.say(command="quit", id="q")
-    assert worker.child.wait(10) == 0
+    assert worker.child.wait(60) == 0
 
 
 def test_unknown_flags_end_in_a_sentence(talk):
     worker = talk("--fast")
     assert "--fast" in worker.wait(named("trouble")).values["message"]
-    assert worker.child.wait(10) != 0
+    assert worker.child.wait(60) != 0
 
 
 REQUEST = {"prompt": "a red apple", "num_inference_steps": 4, "seed": 5}
@@ -264,7 +264,7 @@ def test_the_end_of_stdin_ends_the_worker_at_work(starter):
     )
     worker.wait(named("step", "end"))
     worker.child.stdin.close()
-    assert worker.child.wait(10) == 0
+    assert worker.child.wait(60) == 0
     assert not worker.strays
 
 
@@ -287,3 +287,27 @@ def _ask_badly(worker: Talk, data: Places, request: dict) -> None:
         answer = worker.answer(id)
         assert answer.event == "trouble" and answer.values["kind"] != "unexpected", answer
         assert word in answer.values["message"], answer.values
+
+
+@pytest.mark.torch
+def test_running_out_of_memory_is_a_sentence_and_lets_the_model_go(data):
+    import torch
+
+    from backend.engine.work import Work
+
+    said = []
+
+    class Ears:
+        def say(self, event, **values):
+            said.append((event, values))
+
+        def should_stop(self, id):
+            return False
+
+    work = Work(Ears())
+    work.load("a", {"model": "loft/starter"})
+    assert work.pipeline is not None and said[-2][0] == "loaded"
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+    trouble = work.explain(error, "generate")
+    assert trouble.kind == "out_of_memory" and "GiB" in trouble.message and work.pipeline is None
+    assert work.explain(ValueError("x"), "generate") is None
