@@ -183,18 +183,14 @@ class Adapters:
         return tuple(sorted(self.receipts, key=lambda receipt: order.get(receipt.path, len(order))))
 
     def _find(self, which: LoraReceipt | str) -> Loaded:
-        for one in self.loaded:
-            receipt = one.receipt
-            if receipt is which or (
-                isinstance(which, str) and which and which in (receipt.path, receipt.name, receipt.hash)
-            ):
-                return one
-            if isinstance(which, LoraReceipt) and (which.path, which.hash, which.name) == (
-                receipt.path,
-                receipt.hash,
-                receipt.name,
-            ):
-                return one
+        def known_as(receipt: LoraReceipt) -> bool:
+            if isinstance(which, str):
+                return bool(which) and which in (receipt.path, receipt.name, receipt.hash)
+            return (which.path, which.hash, which.name) == (receipt.path, receipt.hash, receipt.name)
+
+        same = [one for one in self.loaded if one.receipt is which]
+        for one in same or [one for one in self.loaded if known_as(one.receipt)]:
+            return one
         name = which.name if isinstance(which, LoraReceipt) else which
         raise Trouble(
             "bad_value", f"No LoRA {name!r} is loaded.", hint=f"Loaded: {', '.join(self._names()) or 'none'}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         values["paths"], values["strengths"] = zip(*map(_pair, said), strict=True)
     if "set" in values:
         values["set"] = dict(entry.partition("=")[::2] for entry in values["set"])
+    if arguments is None:  # a process of our own: being ended cleans up as being interrupted does
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         answer = run_tool(values, on_progress=_Bar().show)
     except Trouble as trouble:
@@ -31,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, Cancelled):
         print("\nStopped; nothing was written.", file=sys.stderr)
         return 130
-    print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
+    if sys.stderr.isatty():
+        print("\r" + " " * 8 + "\r", end="", file=sys.stderr)
     _tell(answer)
     return 0
 
@@ -57,15 +61,23 @@ def _pair(text: str) -> tuple[str, float]:
 
 
 class _Bar:
-    """Per cent on stderr, ten times a second at most."""
+    """Per cent on stderr: in place on a terminal, else a line for each new one, twice a second at most."""
 
     def __init__(self):
-        self.last = 0.0
+        self.told, self.shown = 0.0, -1
+        self.in_place = sys.stderr.isatty()
 
     def show(self, done: int, total: int) -> None:
-        if time.monotonic() - self.last > (0.1 if sys.stderr.isatty() else 1.0):
-            self.last = time.monotonic()
-            print(f"\r{100 * done // max(1, total):3d} %", end="", file=sys.stderr, flush=True)
+        percent = 100 * done // max(1, total)
+        if percent == self.shown or time.monotonic() - self.told < 0.5:
+            return
+        self.told, self.shown = time.monotonic(), percent
+        print(
+            f"\r{percent:3d} %" if self.in_place else f"{percent} %",
+            end="" if self.in_place else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
