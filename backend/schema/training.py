@@ -39,6 +39,11 @@ class ModelSection:
         label="FP8 models",
         level="advanced",
     )
+    offload_models: str | None = knob(
+        None,
+        help="Frozen parts to keep in RAM and fetch block by block, comma-separated: entries as for `fp8_models`.",
+        level="advanced",
+    )
     initialize_model_on_cpu: bool = knob(
         False,
         help="Load every part in RAM first and move it to the card when it is needed.",
@@ -284,6 +289,12 @@ class MemorySection:
         False,
         help="Keep frozen weights in RAM and fetch them block by block, forwards and backwards. On a CPU they stay in the file.",
         label="Model CPU offload",
+        level="advanced",
+    )
+    enable_optimizer_cpu_offload: bool = knob(
+        False,
+        help="Keep the optimizer's state in RAM and compute its step on the CPU.",
+        label="Optimizer CPU offload",
         level="advanced",
     )
 

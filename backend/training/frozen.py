@@ -21,17 +21,23 @@ def keeping(
 ) -> dict[str, VramConfig]:  # fmt: skip
     """Part -> its four states, for the parts that are not simply kept where they compute.
 
-    `fp8_models` names parts as they were given on the command line (`entries`), or by their own names; an entry that names
+    `fp8_models` and `offload_models` name parts as they were given on the command line (`entries`), or by their own names; an entry that names
     none is an error, and so is a part whose own weights train.
     """
     eight = _named(model.fp8_models, "fp8_models", entries, parts)
+    away = _named(model.offload_models, "offload_models", entries, parts)
     for name in eight:
         if name in trained:
             raise Trouble(
                 "bad_value", f"The part {name} cannot be kept in FP8 (--fp8_models) while its own weights train: the steps of "
                 "an optimizer are too small for 8 bits.", hint="Train a LoRA on it, or leave it out of --fp8_models.",
             )  # fmt: skip
-    away = set(parts) - set(trained) if memory.enable_model_cpu_offload else set()
+    for name in away & set(trained):
+        raise Trouble(
+            "bad_value", f"The part {name} cannot be offloaded (--offload_models) while its own weights train."
+        )
+    if memory.enable_model_cpu_offload:
+        away |= set(parts) - set(trained)
     return {
         name: _states(name in eight, name in away, device, torch.float32 if name == "vae" else dtype)
         for name in {*eight, *away}

@@ -61,6 +61,8 @@ def _take(run, state) -> None:
         optimizer.load_state_dict(saved)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["initial_lr"] = rate  # the setting rules, not the state
+    if run.beside:
+        run.beside.refresh()
     if run.mean and state.mean:
         run.mean.values = {name: state.mean[name].to(run.device) for name in run.mean.values}
     if run.accelerator.scaler and state.scaler:
@@ -105,6 +107,8 @@ def _weights_only(run, path: Path) -> None:
         from backend.training.adapters import load_adapter
 
         load_adapter(run.adapter, run.weights, load_file(path))
+        if run.beside:
+            run.beside.refresh()
         return
     stored, prefix = load_file(path), run.config.output.remove_prefix_in_ckpt
     missing = []
@@ -120,3 +124,5 @@ def _weights_only(run, path: Path) -> None:
             "bad_value", f"{path.name} lacks {len(missing)} of the {len(run.weights)} weights that train, {missing[0]} for one.",
             hint="It belongs to another model, or trained other parts.",
         )  # fmt: skip
+    if run.beside:
+        run.beside.refresh()

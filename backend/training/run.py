@@ -11,7 +11,7 @@ from backend.training.adapters import Adapter
 from backend.training.base import Base
 from backend.training.learner import Learner
 from backend.training.material import Source
-from backend.training.optimizers import Mean
+from backend.training.optimizers import Beside, Mean
 from backend.training.reporter import Reporter
 
 
@@ -33,6 +33,7 @@ class Run:
     weights: dict[str, torch.nn.Parameter]
     adapter: Adapter | None
     mean: Mean | None
+    beside: Beside | None  # where the optimizer works in RAM
     vae: torch.nn.Module | None
     trained: tuple[str, ...]
     device: torch.device

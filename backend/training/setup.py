@@ -22,7 +22,7 @@ from backend.training.dataset import Dataset, read_dataset, read_folder
 from backend.training.frozen import keeping
 from backend.training.learner import Learner, named_trainable
 from backend.training.material import Source, Wishes, fill_prompts, free_memory, prepare_source, split_off
-from backend.training.optimizers import Mean, make_optimizers
+from backend.training.optimizers import Beside, Mean, make_optimizers
 from backend.training.reporter import Reporter
 from backend.training.run import Run, gather, lora_part, trained_parts
 
@@ -62,18 +62,20 @@ def set_up(config, folder: Path, output: Path, accelerator, reporter: Reporter, 
     reporter.phase("loading", 1, 2)
     learner, adapter = make_learner(config, load, source)
     weights = named_trainable(learner)
-    optimizers = make_optimizers(weights, config.training)
-    if len(optimizers) > 1 and config.training.mixed_precision == "fp16":
-        raise Trouble("bad_value", "Muon does not train in fp16.", hint="Use --mixed_precision bf16.")
+    beside = Beside(weights) if config.memory.enable_optimizer_cpu_offload else None
+    optimizers = make_optimizers(beside.copies if beside else weights, config.training)
+    if config.training.mixed_precision == "fp16" and (len(optimizers) > 1 or beside):
+        what = "An optimizer on the CPU" if beside else "Muon"
+        raise Trouble("bad_value", f"{what} does not train in fp16.", hint="Use --mixed_precision bf16.")
     if accelerator.num_processes > 1:
         learner._ddp_params_and_buffers_to_ignore = _without_gradient(learner, source, config, accelerator)
-    placing = [False, *[True] * len(optimizers)]  # the parts are where they belong
+    placing = [False] * (1 + len(optimizers))  # all are where they belong
     model, *optimizers = accelerator.prepare(learner, *optimizers, device_placement=placing)
     return Run(
         config=config, folder=folder, output=output, accelerator=accelerator, reporter=reporter, base=load.base, source=source,
         aside=split_off(source, config.samples.validation_split, seed=config.training.seed), learner=learner, model=model,
         optimizers=optimizers, weights=weights, adapter=adapter,
-        mean=Mean(weights, config.training.ema_decay) if config.training.ema_decay else None,
+        mean=Mean(weights, config.training.ema_decay) if config.training.ema_decay else None, beside=beside,
         vae=load(["vae"])["vae"] if config.samples.sample_prompts.strip() else None, trained=load.trained,
         device=load.device, dtype=load.dtype,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -53,8 +54,18 @@ def test_checkpointing_and_its_offload_change_nothing(run_training, tmp_path: Pa
         torch.testing.assert_close(weights(tmp_path / flag), weights(tmp_path / "plain"), rtol=1e-4, atol=1e-7)
 
 
+def test_an_optimizer_in_ram_changes_nothing(run_training, tmp_path: Path):
+    flags = (*BASE, "--ema_decay", 0.9)
+    assert run_training(tmp_path / "plain", *flags) == 0
+    beside = (*flags, "--enable_optimizer_cpu_offload")
+    assert run_training(tmp_path / "beside", *beside, "--save_steps", 2) == 0
+    shutil.rmtree(tmp_path / "beside" / "checkpoints" / "step-000003")
+    assert run_training(tmp_path / "beside", *beside, "--resume_from_checkpoint", "latest") == 0
+    assert torch.equal(weights(tmp_path / "beside"), weights(tmp_path / "plain"))
+
+
 def test_frozen_parts_in_the_file_change_nothing(run_training, tmp_path: Path):
-    flags = ("--enable_model_cpu_offload", "--initialize_model_on_cpu", "--no-data_cache")
+    flags = ("--offload_models", "dit,text_encoder,vae", "--initialize_model_on_cpu", "--no-data_cache")
     assert run_training(tmp_path / "plain", *BASE) == 0
     assert run_training(tmp_path / "away", *BASE, *flags, "--use_gradient_checkpointing") == 0
     torch.testing.assert_close(weights(tmp_path / "away"), weights(tmp_path / "plain"), rtol=0, atol=1e-4)
@@ -79,6 +90,8 @@ def test_fp8_base_is_near_the_full_one(run_training, events, tmp_path: Path):
         (("--fp8_models", "unet"), "names 'unet', which is no part of this model"),
         (("--fp8_models", "dit", "--trainable_models", "dit"), "cannot be kept in FP8"),
         (("--fp8_models", "dit", "--lora_algorithm", "dora"), "DoRA needs the weights"),
+        (("--enable_model_cpu_offload", "--lora_algorithm", "dora"), "DoRA needs the weights"),
+        (("--offload_models", "dit", "--trainable_models", "dit"), "cannot be offloaded"),
     ],
 )
 def test_what_cannot_be_kept_so_is_refused(run_training, tmp_path: Path, capsys, flags, words):
@@ -146,8 +159,6 @@ def test_the_documented_fp8_command_on_a_folder_of_models(
     data, pictures: Path, tiny_qwen: Path, run_training, events, monkeypatch
 ):
     """Paths are relative to the data folder; all three parts in FP8, named as they were given."""
-    import shutil
-
     from backend.training.__main__ import main
 
     shutil.copytree(tiny_qwen, data.models / "Qwen" / "Qwen-Image")
