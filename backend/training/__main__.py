@@ -21,8 +21,6 @@ def main(argv: list[str]) -> int:
     except Trouble as trouble:
         print(str(trouble), file=sys.stderr)
         return 2
-    if folder is None:  # --help was answered
-        return 0
     return run_in(config, folder, by_flags=not _names_folder(argv), argv=argv)
 
 
@@ -30,7 +28,7 @@ def _names_folder(argv: list[str]) -> bool:
     return bool(argv) and not argv[0].startswith("-")
 
 
-def read_arguments(argv: list[str]) -> tuple[TrainingConfig | None, Path | None]:
+def read_arguments(argv: list[str]) -> tuple[TrainingConfig, Path]:
     """The settings and the run's folder. Flags after a folder override its `config.json`."""
     if not _names_folder(argv):
         config = from_flags(TrainingConfig, argv, program="python -m backend.training")

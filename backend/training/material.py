@@ -174,10 +174,9 @@ def _fill_pictures(source: Source, base: Base, load: Parts, wishes: Wishes) -> N
         for flip in (False, True) if config.dataset.flip and not item.prior else (False,):
             key = key_of(item.digest, source.sizes[number], flip, base.spec.family, digest, "mean")
             source.latents[number, flip] = key
-    missing = {key: where for where, key in source.latents.items() if not source.latent_store.has(key)}
-    mine = _mine(missing, wishes, source.latent_store)
     broken: dict[int, str] = {}
-    if mine:
+
+    def work(missing: dict) -> None:
         parts = load(["vae"])
         weights = next(parts["vae"].parameters())
 
@@ -185,24 +184,31 @@ def _fill_pictures(source: Source, base: Base, load: Parts, wishes: Wishes) -> N
         def encode(pixels: torch.Tensor) -> torch.Tensor:
             return base.family.encode_image(parts, pixels.to(weights.device, weights.dtype))
 
-        broken = fill_latents(
-            source.latent_store, mine, source.items, source.sizes, encode=encode,
+        found = fill_latents(
+            source.latent_store, missing, source.items, source.sizes, encode=encode,
             workers=config.dataset.dataset_num_workers, skip_broken=config.dataset.skip_broken_pictures,
             progress=wishes.progress,
         )  # fmt: skip
-    wishes.wait()
-    for some in wishes.gather(broken):
-        broken = {**broken, **some}
-    if broken:
-        _leave_out(source, set(broken))
+        broken.update(found)
+
+    _in_shares({key: where for where, key in source.latents.items()}, source.latent_store, wishes, work)
+    lost = {source.items[number].digest for some in wishes.gather(broken) for number in some}
+    if lost:
+        _leave_out(source, {number for number, item in enumerate(source.items) if item.digest in lost})
 
 
-def _mine(missing: dict, wishes: Wishes, store: Store) -> dict:
-    """This process's share of the work; without a shared folder each does all of it."""
-    if store.folder is None:
-        return missing
-    keys = sorted(missing)
-    return {key: missing[key] for key in keys[wishes.rank :: wishes.processes]}
+def _in_shares(wanted: dict, store: Store, wishes: Wishes, work: Callable[[dict], None]) -> None:
+    """Has `work` make what `store` lacks of `wanted` {key: …}: each process its share, then what it still cannot see.
+
+    The cache of another machine is not this one's; a store without a folder is each process's own.
+    """
+    for shared in (store.folder is not None, False):
+        missing = {key: wanted[key] for key in sorted(wanted) if not store.has(key)}
+        if shared:
+            missing = {key: missing[key] for key in list(missing)[wishes.rank :: wishes.processes]}
+        if missing:
+            work(missing)
+        wishes.wait()
 
 
 def _leave_out(source: Source, broken: set[int]) -> None:
@@ -235,12 +241,9 @@ def _add_drawn(source: Source, base: Base, load: Parts, wishes: Wishes) -> None:
         )
         source.sizes.append(size)
         wanted[key] = (prompt, place)
-    missing = _mine(
-        {key: what for key, what in wanted.items() if not source.latent_store.has(key)}, wishes, source.latent_store
+    _in_shares(
+        wanted, source.latent_store, wishes, lambda missing: _draw_missing(missing, source, base, load, wishes, size)
     )
-    if missing:
-        _draw_missing(missing, source, base, load, wishes, size)
-    wishes.wait()
 
 
 @torch.no_grad()
@@ -265,9 +268,8 @@ def fill_prompts(source: Source, base: Base, load: Parts, wishes: Wishes, prompt
     digest = part_digest(base, "text_encoder")
     named = {prompt: key_of(prompt, base.spec.family, digest, str(wishes.dtype)) for prompt in prompts}
     source.texts = {**(source.texts or {}), **named}
-    missing = {key: prompt for prompt, key in source.texts.items() if not source.text_store.has(key)}
-    mine = _mine(missing, wishes, source.text_store)
-    if mine:
+
+    def work(missing: dict) -> None:
         parts = load(["text_encoder"])
         device = next(parts["text_encoder"].parameters()).device
 
@@ -275,8 +277,9 @@ def fill_prompts(source: Source, base: Base, load: Parts, wishes: Wishes, prompt
         def encode(some: list[str]) -> list[dict]:
             return base.family.encode_text(parts, some, device=device)
 
-        fill_texts(source.text_store, mine, encode=encode, progress=wishes.progress)
-    wishes.wait()
+        fill_texts(source.text_store, missing, encode=encode, progress=wishes.progress)
+
+    _in_shares({key: prompt for prompt, key in source.texts.items()}, source.text_store, wishes, work)
 
 
 def split_off(source: Source, share: float, *, seed: int) -> list[int]:
