@@ -6,10 +6,10 @@ Only the language half of Qwen2.5-VL is loaded: its vision tower and `lm_head` h
 
 from __future__ import annotations
 
-from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Part, Signature, SizeRule
-from backend.catalog.qwen_files import EDIT_2511, LAYERED, config_from_shapes, original_vae
+from backend.catalog.family import Defaults, LoraTargets, NameMap, Part, SizeRule
+from backend.catalog.qwen_files import LORA_SIGNS, SIGNATURES, config_from_shapes, original_vae
 
-__all__ = ["config_from_shapes"]
+__all__ = ["LORA_SIGNS", "SIGNATURES", "config_from_shapes"]
 
 NAME = "qwen_image"
 TITLE = "Qwen-Image"
@@ -42,63 +42,7 @@ PARTS = {
     ),
 }
 
-_DIT = (
-    "transformer_blocks.{}.attn.add_q_proj.weight",
-    "transformer_blocks.{}.img_mod.1.weight",
-    "transformer_blocks.{}.txt_mlp.net.0.proj.weight",
-    "txt_norm.weight",
-    "img_in.weight",
-)
-SIGNATURES = (
-    Signature("dit", "base", _DIT, title="Qwen-Image"),
-    Signature("dit", "edit-2511", (*_DIT, EDIT_2511), title="Qwen-Image-Edit-2511"),
-    Signature("dit", "layered", (*_DIT, LAYERED), title="Qwen-Image-Layered"),
-    Signature(
-        part="text_encoder",
-        variant="base",
-        title="Qwen2.5-VL",
-        must=(
-            "layers.{}.self_attn.q_proj.bias",
-            "layers.{}.mlp.gate_proj.weight",
-            "embed_tokens.weight",
-            "norm.weight",
-        ),
-        must_not=("layers.{}.self_attn.q_norm.weight",),
-    ),
-    Signature(
-        part="vae",
-        variant="base",
-        title="Qwen-Image VAE",
-        must=(
-            "decoder.up_blocks.{}.resnets.0.conv1.weight",
-            "encoder.down_blocks.{}.conv1.weight",
-            "quant_conv.weight",
-            "decoder.norm_out.gamma",
-        ),
-        shapes={"decoder.norm_out.gamma": (None, 1, 1, 1), "encoder.conv_in.weight": (None, 3, 3, 3, 3)},
-    ),
-    Signature(
-        part="vae",
-        variant="base",
-        title="Qwen-Image VAE",
-        must=("decoder.middle.{}.residual.0.gamma", "encoder.downsamples.{}.residual.0.gamma", "conv1.weight"),
-        shapes={"decoder.head.0.gamma": (None, 1, 1, 1), "encoder.conv1.weight": (None, 3, 3, 3, 3)},
-        dialect="wan",
-    ),
-)
-
 NAME_MAPS = (NameMap("wan", "vae", original_vae()),)  # the transformer has one naming everywhere
-
-_BLOCK = r"(?m)^transformer_blocks_\d+_"
-_NOT_OURS = ("single_transformer_blocks", "attn2", "_ff_", "norm1", r"blocks_\d+_attentions")
-LORA_SIGNS = (
-    LoraSign((_BLOCK + r"(?:img|txt)_(?:mlp|mod)",)),
-    LoraSign(
-        (r"(?m)^transformer_blocks_(?:19|[2-5]\d)_attn_",), _NOT_OURS, {_BLOCK + r"attn_(?:to|add)_[qkv]": (3072,)}
-    ),
-    LoraSign((r"(?m)^txt_in$",), widths={r"^txt_in$": (3584,)}),
-    LoraSign((_BLOCK + r"attn_(?:to|add)_[qkv]",), _NOT_OURS, {_BLOCK + r"attn_(?:to|add)_[qkv]": (3072,)}, sure=False),
-)
 
 _ATTENTION = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_out.0", "to_add_out")
 LORA = LoraTargets(
