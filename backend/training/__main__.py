@@ -12,6 +12,7 @@ from backend.schema.knobs import from_file_text, from_flags, from_values, to_fil
 from backend.schema.messages import Trouble
 from backend.schema.places import places
 from backend.schema.training import TrainingConfig
+from backend.training.reporter import Reporter
 
 
 def main(argv: list[str]) -> int:
@@ -19,7 +20,10 @@ def main(argv: list[str]) -> int:
     try:
         config, folder = read_arguments(argv)
     except Trouble as trouble:
-        print(str(trouble), file=sys.stderr)
+        if _names_folder(argv) and Path(argv[0]).is_dir():
+            Reporter(Path(argv[0])).trouble(trouble)
+        else:
+            print(str(trouble), file=sys.stderr)
         return 2
     return run_in(config, folder, by_flags=not _names_folder(argv), argv=argv)
 
@@ -59,11 +63,8 @@ def _with_output(config: TrainingConfig, **changes) -> TrainingConfig:
 
 
 def run_in(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[str]) -> int:
-    from backend.training.reporter import Reporter
-
-    os.environ.setdefault(
-        "OMP_WAIT_POLICY", "PASSIVE"
-    )  # threads that spin while they wait halve the speed of a busy machine
+    # Threads that spin while they wait halve the speed of a busy machine; torch, loaded below, reads this once.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     rank = int(os.environ.get("RANK", "0"))
     reporter = Reporter(folder, silent=rank != 0, table=config.output.enable_csv_log)
     try:

@@ -261,3 +261,12 @@ def test_what_cannot_be_is_refused_in_a_sentence(run_training, tmp_path: Path, c
     assert run_training(tmp_path / "run", "--max_steps", 1, *flags) == 2
     error = capsys.readouterr().err
     assert words in error and "Traceback" not in error
+
+
+def test_a_run_folder_with_wrong_settings_says_so_in_its_events(run_training, events, tmp_path: Path):
+    from backend.training.__main__ import main
+
+    (tmp_path / "config.json").write_text('{"lora_rnk": 4}')
+    assert main([str(tmp_path)]) == 2
+    said = events(tmp_path)[-1]
+    assert said["event"] == "trouble" and "lora_rnk" in said["message"] and "lora_rank" in said["hint"]
