@@ -26,6 +26,7 @@ from backend.schema.messages import Trouble
 from backend.schema.places import places
 from studio import (
     engine_view,
+    gallery,
     generate,
     generate_events,
     lora_rows,
@@ -51,7 +52,7 @@ def build(studio: Studio) -> gr.Blocks:
     """The whole page. Nothing runs yet."""
     with gr.Blocks(title="Loft", analytics_enabled=False, fill_width=True) as page:
         ui = session.browser_choices()
-        shown = gr.State({})
+        shown, most, looks = gr.State({}), gr.State(gallery.PAGE_PICTURES), gr.State(0)
         timer = gr.Timer(TICK_SECONDS, active=False)  # until the form is filled
         strip = live(name="strip")
         with gr.Tabs(elem_id="tabs") as tabs:
@@ -65,10 +66,14 @@ def build(studio: Studio) -> gr.Blocks:
                 preferences_tab = preferences.build(studio)
         outputs = [strip, *generate_tab.live_outputs, *models_tab.live_outputs, *train_tab.live_outputs, shown]
 
-        def tick(choice: dict, seen: dict):
-            return _draw(studio, (generate_tab, models_tab, train_tab), _whole(choice), seen)
+        # What the regions depend on is never kept in `shown`: only ticks write that, and two may overlap.
+        wishes = {"most": most, "looks": looks, "search": models_tab.search, "only": models_tab.only}
 
-        look = {"inputs": [ui, shown], "outputs": outputs, "show_progress": "hidden", "queue": False}
+        def tick(choice: dict, seen: dict, *wished):
+            choice = _whole(choice) | dict(zip(wishes, wished, strict=True))
+            return _draw(studio, (generate_tab, models_tab, train_tab), choice, seen)
+
+        look = {"inputs": [ui, shown, *wishes.values()], "outputs": outputs, "show_progress": "hidden", "queue": False}
         timer.tick(tick, trigger_mode="once", **look)
 
         def redraw(event):
@@ -90,8 +95,8 @@ def build(studio: Studio) -> gr.Blocks:
 
         prompt_box = generate_tab.form.controls["prompt"]
         use_outputs = [ui, tabs, prompt_box, *generate_tab.rows.outputs]
-        generate_events.wire(studio, generate_tab, ui, shown, redraw)
-        models_events.wire(studio, models_tab, ui, shown, redraw, use_lora, train_tab, tabs)
+        generate_events.wire(studio, generate_tab, ui, most, redraw)
+        models_events.wire(studio, models_tab, ui, looks, redraw, use_lora, train_tab, tabs)
         train_events.wire(studio, train_tab, ui, redraw, use_lora)
         preferences.wire(studio, preferences_tab)
         _wire_tabs(studio, tabs, ui, generate_tab, redraw)

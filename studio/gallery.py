@@ -6,7 +6,7 @@ from pathlib import Path
 
 from backend.schema.messages import Trouble
 from studio.draw import facts
-from studio.pictures import Settings, newest, read_settings, thumbnail
+from studio.pictures import Settings, is_inside, newest, read_settings, thumbnail
 from studio.studio import Studio
 from studio.words import count_words, notice, safe, size_words, time_words
 
@@ -15,7 +15,7 @@ PAGE_PICTURES = 48
 
 def chosen_picture(studio: Studio, wish: str) -> Path | None:
     """The picture that `wish` names if it is still there, else the newest one."""
-    if wish and Path(wish).is_file():
+    if wish and Path(wish).is_file() and is_inside(Path(wish), (studio.places.outputs,)):
         return Path(wish)
     found = newest(studio.places.outputs, most=1)
     return found[0] if found else None

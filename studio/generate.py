@@ -189,7 +189,7 @@ def view(
     seen = watched(seen, snapshot.job.id if snapshot.job else "", use)
     making = snapshot.job is not None and not choice["picture"]
     preview = snapshot.job.preview if snapshot.job else ""
-    most = seen.get("most", gallery.PAGE_PICTURES)
+    most = choice["most"]
     now = {
         "progress": (snapshot.revision, use),
         "stage": (making, preview and snapshot.revision)

@@ -41,7 +41,7 @@ def _wire_seed(studio: Studio, tab: Generate) -> None:
     tab.again.click(last_seed, None, [seed, tab.fresh], **QUIET)
 
 
-def wire(studio: Studio, tab: Generate, ui: gr.BrowserState, shown: gr.State, redraw: Callable) -> None:
+def wire(studio: Studio, tab: Generate, ui: gr.BrowserState, most: gr.State, redraw: Callable) -> None:
     """Binds what the buttons do. `redraw(event)` has the page drawn again after an event."""
 
     def submit(choice: dict, *values):
@@ -98,16 +98,16 @@ def wire(studio: Studio, tab: Generate, ui: gr.BrowserState, shown: gr.State, re
 
     redraw(tab.plan.act(act_on_plan, [ui, *tab.inputs], [*tab.form.components, ui], **QUIET))
     _wire_seed(studio, tab)
-    _wire_pictures(studio, tab, ui, shown, redraw)
+    _wire_pictures(studio, tab, ui, most, redraw)
 
 
-def _wire_pictures(studio: Studio, tab: Generate, ui: gr.BrowserState, shown: gr.State, redraw: Callable) -> None:
-    def act(event: gr.EventData, choice: dict, seen: dict):
+def _wire_pictures(studio: Studio, tab: Generate, ui: gr.BrowserState, most: gr.State, redraw: Callable) -> None:
+    def act(event: gr.EventData, choice: dict, number: int):
         if event.do == "more":
-            return choice, seen | {"most": seen.get("most", gallery.PAGE_PICTURES) + gallery.PAGE_PICTURES}
-        return choice | {"picture": event.what}, seen
+            return choice, number + gallery.PAGE_PICTURES
+        return choice | {"picture": event.what}, number
 
-    on = [ui, shown]
+    on = [ui, most]
     redraw(tab.thumbs.act(act, on, on, **QUIET))
 
     def from_path(path: Path | None):

@@ -89,13 +89,13 @@ def chosen(studio: Studio, wish: str) -> LoraSpec | None:
 def view(studio: Studio, tab: ModelsTab, choice: dict, seen: dict) -> tuple[list, dict]:
     """Updates for `tab.live_outputs`, and what was seen. The folders are read again when the tab, search or choice changes."""
     family = model_family(studio)
-    key = (choice["lora"], seen.get("search", ""), seen.get("only", ALL), seen.get("looks", 0), family)
+    key = (choice["lora"], choice["search"], choice["only"], choice["looks"], family)
     at_work, tool_seen = tools.view(studio, seen)
     if seen.get("key") == key:
         return [*[gr.skip()] * (len(tab.live_outputs) - len(at_work)), *at_work], seen | tool_seen
     found = shelf.loras(studio)
     spec = next((s for s in found if isinstance(s, LoraSpec) and str(s.path) == choice["lora"]), None)
-    listed = _filtered(cards.searched(found, seen.get("search", ""), studio), seen.get("only", ALL), family, studio)
+    listed = _filtered(cards.searched(found, choice["search"] or "", studio), choice["only"], family, studio)
     corrected = spec is not None and spec.evidence == ("corrected by hand",)
     out = [
         cards.lora_cards(

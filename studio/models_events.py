@@ -20,10 +20,10 @@ QUIET = {"show_progress": "hidden", "queue": False}
 
 
 def wire(
-    studio: Studio, tab: ModelsTab, ui, shown: gr.State, redraw: Callable, use_lora: Callable, train: Train, tabs
+    studio: Studio, tab: ModelsTab, ui, looks: gr.State, redraw: Callable, use_lora: Callable, train: Train, tabs
 ) -> None:
     """Binds search, choice and the buttons. `use_lora(event)` leads to Generate with the chosen LoRA."""
-    _wire_search(tab, shown, redraw)
+    _wire_search(tab, looks, redraw)
     tools.wire(studio, tab.tools, redraw)
 
     def pick(event: gr.EventData, choice: dict):
@@ -32,7 +32,7 @@ def wire(
     redraw(tab.cards.act(pick, ui, [ui, tab.said], **QUIET))
     use_lora(tab.buttons["use"].click(lambda: "", None, tab.said, **QUIET))
 
-    def discard(choice: dict, seen: dict):
+    def discard(choice: dict, seen: int):
         path = Path(choice["lora"])
         if not path.is_file() or not is_inside(path, tuple(shelf.lora_folders(studio))):
             return choice, seen, notice("That file is not in a LoRA folder.", kind="warn")
@@ -40,15 +40,15 @@ def wire(
             target = to_trash(path, studio.places)
         except OSError as error:
             return choice, seen, notice(f"{path.name} could not be moved: {error.strerror}.", kind="bad")
-        return choice | {"lora": ""}, looked_again(seen), notice(f"Moved to {target}.", kind="good")
+        return choice | {"lora": ""}, seen + 1, notice(f"Moved to {target}.", kind="good")
 
-    redraw(tab.buttons["discard"].click(discard, [ui, shown], [ui, shown, tab.said], **QUIET))
+    redraw(tab.buttons["discard"].click(discard, [ui, looks], [ui, looks, tab.said], **QUIET))
 
-    def correct(family: str, choice: dict, seen: dict):
+    def correct(family: str, choice: dict, seen: int):
         library.correct_family(studio.places.user, Path(choice["lora"]), "" if family == UNKNOWN else family)
-        return looked_again(seen)
+        return seen + 1
 
-    redraw(tab.family.input(correct, [tab.family, ui, shown], shown, **QUIET))
+    redraw(tab.family.input(correct, [tab.family, ui, looks], looks, **QUIET))
 
     def train_again(choice: dict):
         spec = chosen(studio, choice["lora"])
@@ -64,17 +64,8 @@ def wire(
     redraw(tab.buttons["again"].click(train_again, ui, [ui, tabs, *train.form_outputs, train.said], **QUIET))
 
 
-def _wire_search(tab: ModelsTab, shown: gr.State, redraw: Callable) -> None:
-    def look(seen: dict, search: str, only: str):
-        return seen | {"models": seen.get("models", {}) | {"search": search, "only": only}}
-
-    inputs = [shown, tab.search, tab.only]
-    redraw(tab.search.input(look, inputs, shown, trigger_mode="always_last", **QUIET))
-    redraw(tab.only.input(look, inputs, shown, **QUIET))
-    redraw(tab.refresh.click(looked_again, shown, shown, **QUIET))
-
-
-def looked_again(seen: dict) -> dict:
-    """What was seen, so marked that the folders are read again."""
-    mine = seen.get("models", {})
-    return seen | {"models": mine | {"looks": mine.get("looks", 0) + 1}}
+def _wire_search(tab: ModelsTab, looks: gr.State, redraw: Callable) -> None:
+    """Search and filter are read by the tick itself; looking again raises a number that it compares."""
+    redraw(tab.search.input(lambda: None, None, None, trigger_mode="always_last", **QUIET))
+    redraw(tab.only.input(lambda: None, None, None, **QUIET))
+    redraw(tab.refresh.click(lambda seen: seen + 1, looks, looks, **QUIET))

@@ -43,9 +43,12 @@ def config_from(cls: type, values: dict):
 def with_known(config, values: dict):
     """`config` with those of `values` that are its settings and can be."""
     known = {item.name for item in knobs_of(type(config))}
+    values = {name: value for name, value in values.items() if name in known}
+    try:
+        return from_values(type(config), values, base=config)
+    except Trouble:
+        pass  # one of them cannot be: take the others
     for name, value in values.items():
-        if name not in known:
-            continue
         try:
             config = from_values(type(config), {name: value}, base=config)
         except Trouble:

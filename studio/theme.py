@@ -40,6 +40,28 @@ HEAD = """
   };
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => window.loftTheme());
   window.loftTheme();
+  // Folds that were open are opened again. A fold is known by its own title and those around it.
+  (() => {
+    const kept = () => JSON.parse(localStorage.getItem("loft-folds") || "{}");
+    const name = (button) => {
+      const titles = [];
+      for (let at = button; at; at = at.parentElement.closest(".block")?.parentElement?.closest(".block")?.querySelector(":scope > button.label-wrap"))
+        titles.unshift(at.textContent.trim().replace(/\\W+$/, ""));
+      return titles.join("/");
+    };
+    document.addEventListener("click", (event) => {
+      const button = event.target.closest("button.label-wrap");
+      if (button) setTimeout(() => {
+        localStorage.setItem("loft-folds", JSON.stringify({...kept(), [name(button)]: button.classList.contains("open")}));
+      }, 200);
+    });
+    new MutationObserver(() => {
+      for (const button of document.querySelectorAll("button.label-wrap:not([data-seen])")) {
+        button.dataset.seen = "1";
+        if (kept()[name(button)] && !button.classList.contains("open")) button.click();
+      }
+    }).observe(document.documentElement, {childList: true, subtree: true});
+  })();
   // A studio that was stopped is told in a line; one that was started anew is loaded again.
   (() => {
     let known = null;

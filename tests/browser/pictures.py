@@ -63,7 +63,7 @@ def take(browser, site: Site, out: Path) -> None:
         page.locator("#lora-cards button.card").first.click()
         page.wait_for_selector("#lora-details h2")
     page.wait_for_timeout(1500)
-    page.screenshot(path=out / "loras.png")
+    page.screenshot(path=out / "models.png")
     tab(page, "Preferences")
     page.wait_for_timeout(1500)
     page.screenshot(path=out / "preferences.png")
