@@ -281,6 +281,7 @@ def test_both_halves(spec, tmp_path):
     assert together.add(tmp_path / "te.safetensors", part="text_encoder").layers_applied == 1
 
 
+@pytest.mark.slow
 def test_compiled_layers(spec, files):
     module = load.load_part(spec, dtype=torch.float32)
     for block in module.transformer_blocks:
