@@ -134,13 +134,6 @@ class Motion:
                 self.unbind(layer.unit, index)
             self.cast.trim()
 
-    def compute_tensor(self, unit: Unit, index: int) -> torch.Tensor:
-        """A copy of tensor `index` as the computation takes it; a streamed unit must be held."""
-        field, source = unit.computing.fields[index], source_of(unit)
-        out = torch.empty(field.shape, dtype=field.dtype, device=self.device)
-        convert(self.tensors(unit)[index], out, source.factors[index], source.special[index])
-        return out
-
     def bind_uncast(self, unit: Unit, tensors: list[torch.Tensor]) -> None:
         """Gives the modules what of `tensors` is as the computation takes it."""
         source = source_of(unit)

@@ -8,7 +8,7 @@ What others may rely on:
 * `module.weight` of a managed layer always has the shape, dtype and device of the computation. Its *numbers* are there only while its block
   computes; in between every number is NaN and takes no memory, so that a use by mistake cannot go unseen. A real tensor is given by
   `placement.read(name)` (a copy of its own, as the computation sees it: with FP8 storage, the stored number). `placement.of(module)` finds the placement.
-* Adapters may be added to a placed module as hooks or as modules around its layers, before or after; names are looked up once, in `place`.
+* Adapters may be added to a placed module as hooks, as subclasses or as modules around its layers; names are looked up once, in `place`.
 * Weights may be changed in place only while `placement.changeable`, i.e. when all four states are the same; else a change would be lost.
 * Do not call `module.to(...)` on a placed module, nor save its `state_dict()`.
 * One pass over the blocks moves each byte once, whatever the batch: put both halves of classifier-free guidance into one call.
@@ -33,7 +33,7 @@ from backend.engine.residence import Residence
 from backend.engine.staging import most_that_fit
 from backend.engine.states import State, States, check_files, check_limit, read_states
 from backend.engine.stream import Reader
-from backend.engine.units import Unit, find_units, stored_layout
+from backend.engine.units import Unit, convert, find_units, stored_layout
 from backend.schema.vram import VramConfig
 
 _PLACED = "_placement"  # the attribute of a placed module
@@ -81,7 +81,7 @@ class Placement:
     def __init__(
         self, module: nn.Module, part: PartSpec, states: States, limit, resident, staging: int, reader: Reader
     ):
-        self.module, self.part, self.states, self.limit_bytes = module.eval().requires_grad_(False), part, states, limit
+        self.module, self.part, self.states, self.limit_bytes = module.eval(), part, states, limit
         self.level, self.resident = "offload", resident
         self.device, self.dtype = states.computation.device, states.computation.dtype
         self.units = find_units(module, part, self.dtype)
@@ -138,18 +138,16 @@ class Placement:
         unit = self._by_name[name]
         index = unit.names.index(name)
         with self.lock:
+            if self.level == "onload":
+                self.enter_use(unit)
             if unit.ready is not None:
                 return unit.ready.tensors[index].clone()
-            if not self.enter_use(unit):
-                return self.read(name)
-            held = self.motion.streams(unit)
-            if held:
-                self.motion.hold(unit)
-            try:
-                return self.motion.compute_tensor(unit, index)
-            finally:
-                if held:
-                    self.motion.let_go(unit)
+            source, field = source_of(unit), unit.computing.fields[index]
+            kept = unit.stored.tensors[index] if unit.stored is not None else self._residence.read_one(unit, index)
+            out = torch.empty(field.shape, dtype=field.dtype, device=self.device)
+            convert(kept.to(self.device), out, source.factors[index], source.special[index])
+            self._residence.finish()
+            return out
 
     def onload(self) -> None:
         """The part will be called any time."""

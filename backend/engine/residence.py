@@ -59,7 +59,7 @@ class Residence:
                     tensors.append(load.view(at, self._map(at.file)))
             else:
                 tensors.append(next(cast))
-                raw = self._read_one(unit, index)
+                raw = self.read_one(unit, index)
                 factors[index], special[index] = convert(
                     raw, tensors[-1], unit.on_disk.factors[index], unit.on_disk.special[index]
                 )
@@ -71,14 +71,14 @@ class Residence:
             self.reader.read(unit.spans, buffer)
         else:
             for index, tensor in enumerate(tensors):
-                raw = self._read_one(unit, index)
+                raw = self.read_one(unit, index)
                 raw = raw.to(state.device)
                 factors[index], special[index] = convert(
                     raw, tensor, unit.on_disk.factors[index], unit.on_disk.special[index]
                 )
         return Stored(layout, tuple(factors), special, state, tensors, buffer, layout.nbytes)
 
-    def _read_one(self, unit: Unit, index: int) -> torch.Tensor:
+    def read_one(self, unit: Unit, index: int) -> torch.Tensor:
         """Tensor `index` as the file has it, in the scratch buffer."""
         layout = lay_out([(unit.raw.fields[index].dtype, unit.raw.fields[index].shape)])
         if self._scratch is None or self._scratch.numel() < layout.nbytes:
