@@ -155,6 +155,12 @@ class Adapters:
                 self._restore(name, key)
             self._refresh_hot(name, hot)
 
+    def close(self) -> None:
+        """Lets the parts go, as they are."""
+        self.modules.clear()
+        self.loaded.clear()
+        self._kept.clear()
+
     def use(self, wanted: Sequence[LoraUse], *, hot: bool | None = None) -> tuple[LoraReceipt, ...]:
         """Makes exactly these LoRAs act, each at its strength, with as little work as that takes. Nothing changes if one is not readable."""
         wanted = [one for one in wanted if one.strength != 0.0]
