@@ -180,7 +180,11 @@ def operations(part: PartSizes, point: dict, prefix: str = "operations") -> floa
     if not part.depths:
         kind = "video" if point.get("f", 1) > 1 else "picture"
         form = part.table.get("forms", {}).get(f"{prefix}/{kind}") or part.table.get("forms", {}).get("operations/d")
-        return evaluate(form, point) if form else 2.0 * part.numel * point.get("t", 1)
+        if form is None:
+            return 2.0 * part.numel * point.get("t", 1)
+        cells = point.get("h", 64) * point.get("w", 64)
+        # a line through large pictures, whose attention grows with the square, falls below zero at small ones
+        return evaluate(form, point) if cells >= 64 * 64 else evaluate(form, {**point, "h": 64, "w": 64}) * cells / 4096
     base = "d" + "-".join(str(BASE_DEPTH) for _ in part.depths)
     forms = part.table.get("forms", {})
     if f"operations/{base}" not in forms:

@@ -38,6 +38,7 @@ class Pipeline:
         vram_limit_bytes: int | None = None,
         tiled_vae: bool = False,
         halves_apart: bool = False,
+        resident_blocks: dict[str, tuple[int, ...]] | None = None,
         on_bytes: Callable[[str, int, int], None] | None = None,
     ):
         self.spec, self.dtype, self.device = spec, dtype, memory.check_device(str(device))
@@ -50,6 +51,7 @@ class Pipeline:
         self._text_changed = False
         self._preview = Preview(self.family, self.parts, self.placements, device=self.device, dtype=self.dtype)
         self._together = not halves_apart  # the halves of guidance
+        self._resident_blocks = resident_blocks or {}  # of parts that are streamed, the blocks that stay
         for name in spec.parts:
             self._load(name, (configs or {}).get(name, VramConfig()), vram_limit_bytes, on_bytes)
         modules = {name: self.parts[name] for name in spec.parts}
@@ -68,8 +70,9 @@ class Pipeline:
             module = load.build_meta(part)
             config = with_defaults(config, self.dtype, self.device)
             self.placements[name] = placement.place(
-                module, part, config, vram_limit_bytes=vram_limit_bytes, device=self.device, on_bytes=tell
-            )
+                module, part, config, vram_limit_bytes=vram_limit_bytes, device=self.device, on_bytes=tell,
+                resident=self._resident_blocks.get(name),
+            )  # fmt: skip
         if hasattr(self.family, "prepare"):
             self.family.prepare(name, module)
         self.parts[name] = module
@@ -282,6 +285,7 @@ class Pipeline:
         """Gives the memory back; the pipeline cannot be used afterwards."""
         for placement in self.placements.values():
             placement.close()
+        self.adapters.close()
         self.placements.clear()
         self.parts.clear()
         self._encodings.clear()

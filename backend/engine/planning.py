@@ -24,6 +24,7 @@ class Placing:
     vram_limit_bytes: int | None = None
     tiled_vae: bool = False
     halves_apart: bool = False
+    resident_blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of streamed parts, what stays
     predicted_bytes: int = 0
     notes: tuple[str, ...] = ()
     pixels: int = 0
@@ -35,6 +36,7 @@ class Placing:
             vram_limit_bytes=None if plan.vram_limit_gib is None else int(plan.vram_limit_gib * GIB),
             tiled_vae=plan.tiled_vae,
             halves_apart=plan.halves_apart,
+            resident_blocks={name: plan.resident_blocks[name] for name, moved in plan.streamed_blocks.items() if moved},
             predicted_bytes=plan.peak_high_bytes,
             notes=(*(step.sentence for step in plan.steps if step.lossy), *([plan.advice] if plan.advice else [])),
             pixels=request.width * request.height,
@@ -43,7 +45,7 @@ class Placing:
     @property
     def placed(self) -> tuple:
         """What a pipeline has to be loaded anew for."""
-        return self.configs, self.vram_limit_bytes, self.tiled_vae, self.halves_apart
+        return self.configs, self.vram_limit_bytes, self.tiled_vae, self.halves_apart, self.resident_blocks
 
     def covers(self, request: GenerationRequest) -> bool:
         """Whether a request fits into what was planned: not larger than what the plan was made for."""
