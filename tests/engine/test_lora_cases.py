@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from backend.engine import lora
 from backend.pipelines import FluxImagePipeline, ModelConfig, QwenImagePipeline
@@ -127,5 +127,43 @@ def test_through_a_pipeline(kind, model, case, hot):
         assert_acts_as(pipe.dit, expected)
     else:
         assert_changed_by(pipe.dit, before, expected)
+    pipe.clear_lora()
+    assert same(pipe.dit, before)
+
+
+@pytest.mark.parametrize("form", ["one factor", "a factor a row", "int8"])
+def test_newer_scaled_checkpoints(form, tmp_path):
+    """ComfyUI's newer names (`weight_scale`, `input_scale`, `comfy_quant`), under its prefix."""
+    weights, expected, file = (
+        load_file(CASES / "models" / "tiny_qwen_image" / "diffusion_pytorch_model.safetensors"),
+        {},
+        {},
+    )
+    for name, tensor in weights.items():
+        key = f"model.diffusion_model.{name}"
+        if not (name.startswith("transformer_blocks.") and name.endswith(".weight") and tensor.ndim == 2):
+            file[key] = expected[name] = tensor
+            continue
+        largest = tensor.abs().amax(1, keepdim=True) if form == "a factor a row" else tensor.abs().max()
+        scale = largest / (127 if form == "int8" else 448)
+        codes = (tensor / scale).round().to(torch.int8) if form == "int8" else (tensor / scale).to(torch.float8_e4m3fn)
+        layer, kind = key.removesuffix(".weight"), "int8_tensorwise" if form == "int8" else "float8_e4m3fn"
+        file |= {key: codes, f"{layer}.weight_scale": scale, f"{layer}.input_scale": torch.tensor(1.0)}
+        file[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps({"format": kind}).encode()), dtype=torch.uint8)
+        expected[name] = codes.double() * scale.double()
+    save_file(file, tmp_path / "m.safetensors")
+    pipe = QwenImagePipeline.from_pretrained(
+        torch_dtype=torch.float32,
+        device="cpu",
+        model_configs=[ModelConfig(path=str(tmp_path / "m.safetensors"))],
+        tokenizer_config=None,
+    )
+    loaded = pipe.dit.state_dict()
+    assert set(loaded) == set(expected)
+    for name, tensor in expected.items():
+        assert float((loaded[name].double() - tensor).abs().max()) <= 1e-6 * float(tensor.abs().max()), name
+    before = snapshot(pipe.dit)
+    pipe.load_lora(pipe.dit, str(CASES / "qwen_kohya_musubi.safetensors"), hotload=False)
+    assert_changed_by(pipe.dit, before, load_file(CASES / "qwen_kohya_musubi.expected.safetensors"), 2e-5)
     pipe.clear_lora()
     assert same(pipe.dit, before)
