@@ -15,6 +15,7 @@ from backend.engine import load, lora, placement
 from backend.engine.lora import Adapters
 from backend.families import qwen_image
 from backend.schema.messages import Trouble
+from backend.schema.places import ASSETS
 from backend.schema.request import LoraUse
 from backend.schema.vram import VramConfig
 from tests.lora_models import CASES, assert_acts_as, same, snapshot
@@ -324,3 +325,28 @@ def test_the_state_dict_of_a_hot_module_is_the_plain_one(spec, files):
         layer(x).sum().backward()
         assert x.grad is not None
     assert lora.of(module).receipts == ()
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "text_encoder.",
+        "text_encoder.model.language_model.",
+        "text_encoders.qwen25_7b.transformer.model.",
+        "lora_te_",
+        "lora_te1_model_",
+    ],
+)
+def test_text_encoder_names_of_qwen_image(prefix):
+    model = identify_model(ASSETS / "starter", families.FAMILIES)
+    text = load.load_part(model.parts["text_encoder"])
+    adapters = Adapters({"text_encoder": text}, family=qwen_image, specs=model.parts, families=families.FAMILIES)
+    name = "layers.1.self_attn.q_proj"
+    stem = prefix + (name.replace(".", "_") if prefix.endswith("_") else name)
+    file = {f"{stem}.lora_down.weight": torch.full((1, 192), 0.5), f"{stem}.lora_up.weight": torch.ones(192, 1)}
+    before = snapshot(text)
+    assert adapters.add(file, hot=False).layers_applied == 1
+    changed = text.get_submodule(name).weight.float() - before[f"{name}.weight"].float()
+    assert float((changed - 0.5).abs().max()) < 0.01
+    adapters.clear()
+    assert same(text, before)
