@@ -51,6 +51,7 @@ def take(browser, site: Site, out: Path) -> None:
         page.fill("#set-prompt textarea", prompt)
         page.click("#generate")
         page.wait_for_selector(f"#stage img[alt='{prompt}']")
+    page.mouse.move(0, 0)
     page.wait_for_timeout(1500)
     page.screenshot(path=out / "generate.png")
     tab(page, "Train")

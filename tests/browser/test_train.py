@@ -67,8 +67,18 @@ def small_run(site: Site, page, *, name: str, steps: int) -> None:
     wait_until(lambda: kept(site).get("name") == name and kept(site).get("max_steps") == steps, what="the form to be kept")
 
 
-def only_run(site: Site, name: str) -> runs.Run:
-    return next(run for run in runs.list_runs(site.places) if run.name.endswith(name))
+def only_run(site: Site, name: str) -> runs.Run | None:
+    return next((run for run in runs.list_runs(site.places) if run.name.endswith(name)), None)
+
+
+def beyond(site: Site, name: str, step: int) -> None:
+    """Waits until the run called `name` is past `step`."""
+
+    def is_beyond() -> bool:
+        run = only_run(site, name)
+        return run is not None and run.step > step
+
+    wait_until(is_beyond, SLOW_SECONDS, f"a step after {step}")
 
 
 def reaches(page, status: str) -> None:
@@ -116,19 +126,19 @@ def test_a_run_outlives_the_studio_and_can_be_stopped_resumed_and_ended(site, op
     page = open_train(site, open_page, tiny_set)
     small_run(site, page, name="long", steps=100000)
     page.click("#train-start")
-    wait_until(lambda: only_run(site, "long").step > 0, SLOW_SECONDS, "the first step")
+    beyond(site, "long", 0)
     site.kill()
     before = only_run(site, "long")
     assert before.live
     site.start()
     page = open_train(site, open_page)
     page.wait_for_selector("#run-head h2 >> text=long")
-    wait_until(lambda: only_run(site, "long").step > before.step, SLOW_SECONDS, "a step after the restart")
+    beyond(site, "long", before.step)
     page.click("#run-stop")
     reaches(page, "stopped")
     stopped = only_run(site, "long").step
     page.click("#run-resume")
-    wait_until(lambda: only_run(site, "long").step > stopped, SLOW_SECONDS, "a step after resuming")
+    beyond(site, "long", stopped)
     page.click("#run-kill")
     reaches(page, "stopped")
     assert not only_run(site, "long").live
