@@ -44,7 +44,15 @@ def alphas(metadata: Mapping[str, str]) -> tuple[float, ...]:
 
 def trigger_words(metadata: Mapping[str, str], path: Path | None = None) -> tuple[str, ...]:
     """Words that wake the LoRA, best evidence first: said outright, else the commonest tag of each training folder."""
-    for key in ("loft.trigger", "trigger", "modelspec.trigger_phrase", "trigger_words", "trigger_word", "ss_trained_words"):
+    for key in (
+        "trigger",
+        "loft.trigger",
+        "trigger",
+        "modelspec.trigger_phrase",
+        "trigger_words",
+        "trigger_word",
+        "ss_trained_words",
+    ):
         if metadata.get(key, "").strip():
             return _words(metadata[key])
     frequency = table(metadata, "ss_tag_frequency")
@@ -86,9 +94,14 @@ def _words_beside(path: Path) -> tuple[str, ...]:
     return ()
 
 
+def is_ours(metadata: Mapping[str, str]) -> bool:
+    """Whether Loft's own trainer wrote the file. It keeps an alpha tensor wherever the factor is not 1, so its "alpha" is no rule."""
+    return metadata.get("software", "").startswith("Loft ")
+
+
 def trainer(metadata: Mapping[str, str], dialect: str = "") -> str:
     """The program that wrote the file, as far as it says so."""
-    if "loft.version" in metadata:
+    if is_ours(metadata):
         return "Loft"
     software = table(metadata, "software").get("name") or metadata.get("software", "")
     if isinstance(software, str) and software and len(software) < 60:
@@ -109,7 +122,15 @@ def trainer(metadata: Mapping[str, str], dialect: str = "") -> str:
 
 def base(metadata: Mapping[str, str]) -> str:
     """The model it was trained on, by name; a path of the trainer's machine is cut to its last part."""
-    for key in ("loft.base", "ss_sd_model_name", "ss_base_model_version", "modelspec.architecture", "base_model", "base"):
+    for key in (
+        *(("base",) if is_ours(metadata) else ()),
+        "loft.base",
+        "ss_sd_model_name",
+        "ss_base_model_version",
+        "modelspec.architecture",
+        "base_model",
+        "base",
+    ):
         said = metadata.get(key, "").strip()
         if said and said != "None":
             said = said.replace("\\", "/")
@@ -121,5 +142,12 @@ def base(metadata: Mapping[str, str]) -> str:
 
 def architecture(metadata: Mapping[str, str]) -> str:
     """What the metadata says about the family, in lower case, one text to search in."""
-    keys = ("loft.family", "family", "ss_base_model_version", "modelspec.architecture", "ss_network_module", "base_model")
+    keys = (
+        "loft.family",
+        "family",
+        "ss_base_model_version",
+        "modelspec.architecture",
+        "ss_network_module",
+        "base_model",
+    )
     return " ".join(metadata.get(key, "")[:200] for key in keys).lower().strip()

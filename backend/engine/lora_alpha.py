@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from backend.catalog.lora_facts import number, table
+from backend.catalog.lora_facts import is_ours, number, table
 from backend.engine.lora_source import Source
 from backend.schema.messages import Trouble
 
@@ -55,7 +55,7 @@ def alpha_rules(source: Source, *, tensors_say: bool) -> AlphaRules:
         return AlphaRules(_by_component(said))
     if source.config:
         return AlphaRules({"": _rule(source.config)})
-    if not tensors_say:
+    if not tensors_say and not is_ours(source.metadata):
         for key in ("lora_alpha", "network_alpha", "alpha"):
             alpha = number(source.metadata.get(key))
             if alpha is not None:

@@ -9,6 +9,7 @@ from types import ModuleType
 import torch
 
 from backend.catalog.identify import identify_model
+from backend.catalog.lora_facts import is_ours
 from backend.catalog.spec import PartSpec
 from backend.engine import Cancelled
 from backend.engine.lora_book import Book, book_of
@@ -22,6 +23,7 @@ TOLERANCE = 1e-5  # of the largest number of a change, as float32 products diffe
 REDUCED_TOLERANCE = 1e-4  # a written file against the reduced contents it was made from, in the dtype it is stored in
 STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-6, "float16": 2.0**-9}
+OURS = ("family", "base", "trigger", "config", "steps", "epochs", "pictures")
 CARRIED = ("ss_", "modelspec.", "loft.", "training_info", "software", "name", "version", "ot_")
 
 
@@ -79,7 +81,8 @@ def base_part(path: Path, families: tuple[ModuleType, ...]) -> PartSpec:
 def carried(metadata: dict[str, str], layout: str) -> dict[str, str]:
     """Metadata worth keeping in another layout; what speaks of the old one (alpha, network module) is not."""
     stale = ("ss_network_module", "ss_network_alpha", "ss_network_dim", "ss_network_args")
-    kept = {key: value for key, value in metadata.items() if key.startswith(CARRIED) and key not in stale}
+    names = (*CARRIED, *(OURS if is_ours(metadata) else ()))
+    kept = {key: value for key, value in metadata.items() if key.startswith(names) and key not in stale}
     return {"format": "pt", **kept, "loft.layout": layout}
 
 

@@ -216,3 +216,17 @@ def test_models(tmp_path):
     assert {name: part.tensors for name, part in plain.parts.items()} == {
         name: part.tensors for name, part in found[0].parts.items()
     }
+
+
+def test_files_of_our_own_trainer(tmp_path):
+    modules = {"transformer_blocks.3.attn.to_q": WIDE}
+    said = {
+        "software": "Loft 0.1.0",
+        "family": "qwen_image",
+        "base": "loft/starter",
+        "trigger": "sks cat",
+        "alpha": "8.0",
+    }
+    spec = identify_lora(write_file(tmp_path / "a.safetensors", dressed(modules, ""), said), FAMILIES)
+    assert (spec.family, spec.base, spec.trigger_words) == ("qwen_image", "loft/starter", ("sks cat",))
+    assert spec.trainer == "Loft" and spec.alphas == (8.0,)

@@ -396,3 +396,9 @@ def test_rank_of_one_and_of_more_than_the_layer(random):
     down, up = (many := pair(random, Q, rank=200)).values()
     check(QWEN, many, {f"{Q}.weight": numbers(up) @ numbers(down)})
     assert math.isfinite(float(down.sum()))
+
+
+def test_alpha_in_our_own_metadata_is_for_people(random, tmp_path):
+    """A module trained at alpha = rank has no tensor for it, whatever the largest alpha of the file is."""
+    path, products = _metadata_file(tmp_path, random, {"software": "Loft 0.1.0", "alpha": "16.0", "rank": "16"})
+    check(QWEN, path, products)
