@@ -2,7 +2,7 @@
 
 A network is built at two shallow depths on fake tensors: bytes are exactly affine in depth, in pictures that go through together, and
 piecewise affine in tokens, so four small networks answer for every depth, size and batch. Sizes and configurations of published
-models are facts in `assets/memory/published.json`. `--serve FOLDER` answers questions about networks that no shipped file covers.
+models are facts in `assets/memory/published.json`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +37,7 @@ def published() -> dict:
 def table(network: str, config: dict, *, facts: dict, dtypes: tuple[str, ...] = ("bfloat16",), like: dict | None = None) -> dict:
     """Sizes and closed forms of one network. `facts`: the `networks` of `published`. `like`: the table of a network that
     trains with the same bytes, whose forms of a training step are taken over."""
-    kind = network.partition(":")[2]
+    kind = network.rpartition(":")[2]
     known = facts.get(kind)
     if known is None:
         raise ValueError(f"There is no rule for tracing {kind}; known are {', '.join(sorted(facts))}.")
@@ -250,7 +249,7 @@ def write_family(family: str) -> Path:
             print(network, file=sys.stderr, flush=True)
             other = tables.get(json.dumps([network, like], sort_keys=True)) if like else None
             tables[word] = table(network, config, facts=known["networks"], dtypes=dtypes, like=other)
-    return _write(MEMORY / f"{family}.json", tables.values())
+    return write(MEMORY / f"{family}.json", tables.values())
 
 
 def _networks(known: dict, family: str):
@@ -268,7 +267,7 @@ def _starter(known: dict):
         yield part["network"], {key: value for key, value in config.items() if not key.startswith("_")}, tuple(DTYPES), None
 
 
-def _write(path: Path, tables) -> Path:
+def write(path: Path, tables) -> Path:
     merged: dict[str, dict] = {}
     for one in tables:
         if one["key"] in merged:
@@ -284,34 +283,10 @@ def _write(path: Path, tables) -> Path:
     return path
 
 
-def serve(folder: Path, *, idle_seconds: float = 600.0) -> None:
-    """Answers each `NAME.ask` ({"network", "config"}) in `folder` by a `NAME.json` beside it, for as long as questions come.
-
-    A network that cannot be traced is answered by a file without tables that says why.
-    """
-    facts = published()["networks"]
-    last = time.monotonic()
-    while time.monotonic() - last < idle_seconds:
-        for question in sorted(folder.glob("*.ask")):
-            try:
-                asked = json.loads(question.read_text(encoding="utf-8"))
-                answer = [table(asked["network"], asked["config"], facts=facts)]
-                _write(question.with_suffix(".json"), answer)
-            except Exception as error:  # the helper outlives a model that it cannot trace
-                text = json.dumps({"tables": [], "trouble": f"{type(error).__name__}: {error}"})
-                question.with_suffix(".json").write_text(text, encoding="utf-8")
-            question.unlink(missing_ok=True)
-            last = time.monotonic()
-        time.sleep(0.2)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m backend.engine.trace", description=__doc__.partition("\n")[0])
-    parser.add_argument("family", nargs="*", help="families of assets/memory/published.json, or starter")
-    parser.add_argument("--serve", type=Path, metavar="FOLDER", help="answer the questions in a folder")
+    parser.add_argument("family", nargs="+", help="families of assets/memory/published.json, or starter")
     arguments = parser.parse_args()
-    if arguments.serve:
-        serve(arguments.serve)
     for family in arguments.family:
         print(write_family(family))
 

@@ -61,7 +61,7 @@ def _ensure(places: Places) -> processes.Process:
             return known
     except (OSError, ValueError):
         pass
-    argv = [sys.executable, "-m", "backend.engine.trace", "--serve", str(home)]
+    argv = [sys.executable, "-m", "backend.engine.answers", str(home)]
     env = processes.child_environment(places.root, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     started = processes.start(argv, log=home / "log.txt", cwd=PROJECT, env=env)
     write_text(note, json.dumps([started.pid, started.created]))

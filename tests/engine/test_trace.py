@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from backend.catalog.sizes import published, tables
-from backend.engine import forms, pool, stages, tape, trace
+from backend.engine import answers, forms, pool, stages, tape, trace
 
 pytestmark = pytest.mark.torch
 
@@ -209,9 +209,9 @@ def test_the_helper_answers_questions_in_a_folder(tmp_path):
     config = DENOISERS["WanTransformer3DModel"] | {"in_channels": 16, "out_channels": 16}
     (tmp_path / "one.ask").write_text(json.dumps({"network": "diffusers:AutoencoderKL", "config": DECODERS["AutoencoderKL"]}))
     (tmp_path / "two.ask").write_text(json.dumps({"network": "diffusers:NoSuchNetwork", "config": config}))
-    trace.serve(tmp_path, idle_seconds=0.0)
+    answers.serve(tmp_path, idle_seconds=0.0)
     for _ in itertools.takewhile(lambda _: list(tmp_path.glob("*.ask")), range(3)):
-        trace.serve(tmp_path, idle_seconds=0.1)
+        answers.serve(tmp_path, idle_seconds=0.1)
     answer = json.loads((tmp_path / "one.json").read_text())
     assert answer["tables"][0]["forms"]["decode/bfloat16/picture"]["pieces"]
     assert "NoSuchNetwork" in json.loads((tmp_path / "two.json").read_text())["trouble"]
