@@ -25,7 +25,7 @@ SETTINGS = {
 }
 
 
-def wait_for(folder, condition, seconds: float = 240.0):
+def wait_for(folder, condition, seconds: float = 480.0):
     end = time.monotonic() + seconds
     while not condition(run := runs.read(folder)):
         assert run.status not in ("failed",), (run.sentence, runs.log(folder))
