@@ -158,6 +158,8 @@ def _place(path: Path, file, name: str, tensor: _Tensor, entries: Mapping[str, z
     if info is None or info.compress_type != zipfile.ZIP_STORED or tensor.offset * nbytes + length > info.file_size:
         raise damaged(path, f"lacks the bytes of tensor {name[:120]!r}.")
     start = _data_start(file, info) + tensor.offset * nbytes
+    if start + length > path.stat().st_size:
+        raise damaged(path, f"ends before the bytes of tensor {name[:120]!r}.")
     return TensorAt(path, name, tensor.storage.dtype, tuple(shape), start, start + length)
 
 
@@ -177,5 +179,7 @@ def _data_start(file, info: zipfile.ZipInfo) -> int:
     """Where an entry's bytes begin: behind its local header, whose two lengths need not be those of the directory."""
     file.seek(info.header_offset)
     header = file.read(30)
+    if len(header) < 30:
+        raise ValueError("an entry's header is cut off")
     names, extra = struct.unpack("<HH", header[26:30])
     return info.header_offset + 30 + names + extra

@@ -117,3 +117,16 @@ def test_a_model_and_a_lora(tmp_path):
     lora = identify_lora(tmp_path / "lora.pt", FAMILIES)
     assert lora.family == "qwen_image" and lora.ranks == (8,)
     assert pipe.load_lora(pipe.dit, str(tmp_path / "lora.pt")).layers_applied == 8
+
+
+def test_a_local_header_that_lies_about_its_length(tmp_path):
+    path = tmp_path / "m.pt"
+    torch.save({"w": torch.ones(3)}, path)
+    with zipfile.ZipFile(path) as archive:
+        place = archive.getinfo("m/data/0").header_offset
+    whole = bytearray(path.read_bytes())
+    whole[place + 26 : place + 30] = b"\xff\xff\xff\xff"
+    path.write_bytes(whole)
+    with pytest.raises(Trouble) as caught:
+        read_header(path)
+    assert caught.value.kind == "damaged"
