@@ -47,7 +47,6 @@ def trigger_words(metadata: Mapping[str, str], path: Path | None = None) -> tupl
     for key in (
         "trigger",
         "loft.trigger",
-        "trigger",
         "modelspec.trigger_phrase",
         "trigger_words",
         "trigger_word",
