@@ -74,7 +74,8 @@ def allocate(nbytes: int, device: torch.device, *, pinned: bool = False) -> torc
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         if nbytes < mmap.PAGESIZE:
             return torch.empty(nbytes, dtype=torch.uint8)
-        memory = mmap.mmap(-1, nbytes)
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        memory = mmap.mmap(-1, nbytes, **private)
         if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= 1 << 22:
             memory.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(memory, dtype=torch.uint8)
