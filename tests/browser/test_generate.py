@@ -56,9 +56,12 @@ def test_the_gallery_and_the_form_survive_a_reload(site, open_page):
     page.wait_for_selector("#stage img[alt='a blue sky']")
     page.click("#thumbs .thumb >> nth=1")
     page.wait_for_selector("#stage img[alt='a green leaf']")
+    page.click("#settings-from button.label-wrap")
+    page.wait_for_function("(localStorage.getItem('loft-folds') || '').includes('Settings from a picture\":true')")
     page.reload()
     wait_ready(page)
     page.wait_for_selector("#stage img[alt='a green leaf']")
+    page.wait_for_selector("#settings-from button.label-wrap.open")
     assert page.locator("#thumbs .thumb").count() == len(pictures(site))
     assert page.input_value("#set-prompt textarea") == "a blue sky"
 
