@@ -58,7 +58,10 @@ HEAD = """
     new MutationObserver(() => {
       for (const button of document.querySelectorAll("button.label-wrap:not([data-seen])")) {
         button.dataset.seen = "1";
-        if (kept()[name(button)] && !button.classList.contains("open")) button.click();
+        if (!kept()[name(button)]) continue;
+        const reopen = () => { if (button.isConnected && !button.classList.contains("open")) button.click(); };
+        setTimeout(reopen, 400);  // a button answers only some time after it is there
+        setTimeout(reopen, 2000);
       }
     }).observe(document.documentElement, {childList: true, subtree: true});
   })();
