@@ -124,7 +124,7 @@ class ImagePipeline:
         parts, configs, spec = {}, {}, None
         known = (cls.family,) if hasattr(cls, "family") else families.FAMILIES
         for config in model_configs:
-            found = identify_files(_expanded(config.files()), known)
+            found = _found(_expanded(config.files()), known)
             for name, part in found.parts.items():
                 if name in parts:
                     raise Trouble(
@@ -261,13 +261,34 @@ class StableDiffusion3Pipeline(ImagePipeline):
     family = families.by_name("sd3")
 
 
+def _found(files: list[Path], known: tuple[ModuleType, ...]) -> ModelSpec:
+    """What `files` hold; a model of another family than the pipeline's is called by its name."""
+    try:
+        return identify_files(files, known)
+    except Trouble as trouble:
+        if trouble.kind != "not_recognised" or len(known) != 1:
+            raise
+        try:
+            other = identify_files(files, families.FAMILIES)
+        except Trouble:
+            raise trouble from None
+        kind = _pipeline_of(other.family).__name__
+        sentence = f"{files[0].name} is of {other.title}; this pipeline is for {known[0].TITLE}."
+        raise Trouble("wrong_family", sentence, hint=f"Take {kind}, or another file.") from None
+
+
 def _pipeline_of(family: str) -> type[ImagePipeline]:
     return next(kind for kind in ImagePipeline.__subclasses__() if family == kind.family.NAME)
 
 
 def _expanded(paths: list[Path]) -> list[Path]:
-    """Folders replaced by the weight files in them."""
-    return [file for path in paths for file in (sorted(path.glob("*.safetensors")) if path.is_dir() else [path])]
+    """Folders replaced by the weight files in them, except where an index says which those are."""
+    return [file for path in paths for file in _inside(path)]
+
+
+def _inside(path: Path) -> list[Path]:
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+    return [path] if not files or any(path.glob("*.index.json")) else files
 
 
 def _folder(paths: list[Path]) -> Path:

@@ -7,6 +7,7 @@ Forms: a plain cast (no companions); ComfyUI's older form (`scaled_fp8` marker, 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 
 from backend.catalog.header import read_bytes
@@ -18,6 +19,14 @@ SCALES = ("scale_weight", "weight_scale")
 ACTIVATION_ONLY = ("scale_input", "input_scale")  # hints for activations; the weights do not change by them
 MARKERS = ("scaled_fp8", "comfy_quant")
 FACTOR_FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")  # weight = codes x factor
+HARMLESS = (  # what else a marker may say of a layer
+    "format",
+    "full_precision_matrix_mult",
+    "orig_dtype",
+    "orig_shape",
+    "group_size",
+    "convrot_groupsize",
+)
 OTHER_FORMS = {
     "absmax": "bitsandbytes 4-bit",
     "quant_map": "bitsandbytes 4-bit",
@@ -27,6 +36,8 @@ OTHER_FORMS = {
     "qzeros": "GPTQ or AWQ",
     "zero_point": "SDNQ or another scheme with a zero point",
 }
+STRAY = re.compile(r"(?P<inner>.+)\.weight\..+|(?P<joined>.+)_(?:scale|zero|absmax|quant)\w*")
+PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.", "transformer.")
 HINT = "Take the bf16 or the fp8 file of this model instead."
 
 
@@ -43,12 +54,13 @@ def split_scales(tensors: Mapping[str, TensorAt], metadata: Mapping[str, str]) -
         module, _, leaf = name.rpartition(".")
         if at.dtype not in EIGHT_BIT or leaf in (*MARKERS, *SCALES, *ACTIVATION_ONLY):
             continue
-        scale = _scale_of(name, at, siblings[module], formats.get(module))
+        scale = _scale_of(name, at, siblings[module], _said_of(module, formats))
         if scale is not None:
             scales[name] = scale
     helpers = (*SCALES, *ACTIVATION_ONLY, *MARKERS)
     for name, at in tensors.items():
         if name.rpartition(".")[2] not in helpers:
+            _check_stray(name, at, tensors)
             weights[name] = at
     marked = any(name.rpartition(".")[2] == "scaled_fp8" for name in tensors)
     if scales or marked:
@@ -64,16 +76,15 @@ def _by_module(tensors: Mapping[str, TensorAt]) -> dict[str, dict[str, TensorAt]
     return modules
 
 
-def _scale_of(name: str, at: TensorAt, beside: dict[str, TensorAt], said: str | None) -> TensorAt | None:
+def _scale_of(name: str, at: TensorAt, beside: dict[str, TensorAt], said: dict | None) -> TensorAt | None:
     leaf = name.rpartition(".")[2]
     for other in beside:
         if other in OTHER_FORMS:
             raise _unsupported(at, name, f"{OTHER_FORMS[other]} ({other})")
     if leaf == "weight":
         _check_companions(name, at, beside)
-        form = _format_of(beside.get("comfy_quant")) or said
-        if form and form not in FACTOR_FORMATS:
-            raise _unsupported(at, name, form)
+        for entry in (_marked(beside.get("comfy_quant")), said or {}):
+            _check_format(name, at, entry)
     scale = next((beside[key] for key in SCALES if key in beside), None) if leaf == "weight" else None
     if scale is None:
         if at.dtype in ("I8", "U8") and leaf == "weight":
@@ -112,21 +123,50 @@ def _unsupported(at: TensorAt, name: str, what: str) -> Trouble:
     return Trouble("not_supported", f"{at.file.name} stores {name} in a form that is not read: {what}.", hint=HINT)
 
 
-def _format_of(marker: TensorAt | None) -> str | None:
-    """The format that a `comfy_quant` tensor (bytes of JSON) names."""
+def _check_stray(name: str, at: TensorAt, tensors: Mapping[str, TensorAt]) -> None:
+    """A companion whose name is joined to the weight's in another way (`to_q.weight.scale`, `to_q_scale`) is one nonetheless."""
+    match = STRAY.fullmatch(name)
+    module = (match["inner"] or match["joined"]) if match else ""
+    weight = tensors.get(f"{module}.weight")
+    if weight is not None and weight.dtype in EIGHT_BIT:
+        _check_companions(f"{module}.weight", weight, {name[len(module) + 1 :]: at})
+
+
+def _check_format(name: str, at: TensorAt, entry: Mapping) -> None:
+    """Raises Trouble where what is said of a layer is more than that its codes are to be multiplied by a factor."""
+    form = str(entry.get("format", ""))
+    if form and form not in FACTOR_FORMATS:
+        raise _unsupported(at, name, form)
+    more = [f"{form} with {key}" for key, value in entry.items() if key not in HARMLESS and value not in (None, False)]
+    if more:
+        raise _unsupported(at, name, more[0][:100])
+
+
+def _marked(marker: TensorAt | None) -> dict:
+    """What a `comfy_quant` tensor (bytes of JSON) says."""
     if marker is None or marker.nbytes > 65536:
-        return None
+        return {}
     try:
         said = json.loads(read_bytes(marker).rstrip(b"\0"))
     except (ValueError, RecursionError):
         raise Trouble("damaged", f"{marker.file.name} holds a broken {marker.key}: it is not JSON.") from None
-    return str(said.get("format", "")) if isinstance(said, dict) else None
+    return said if isinstance(said, dict) else {}
 
 
-def _formats(metadata: Mapping[str, str]) -> dict[str, str]:
-    """module -> format, from `_quantization_metadata`; a layer may be named there and yet be stored plainly."""
+def _formats(metadata: Mapping[str, str]) -> dict[str, dict]:
+    """module -> what `_quantization_metadata` says of it; a layer may be named there and yet be stored plainly."""
     try:
         layers = json.loads(metadata.get("_quantization_metadata", "{}")).get("layers", {})
-        return {str(module): str(entry.get("format", "")) for module, entry in layers.items()}
+        return {str(module): entry for module, entry in layers.items() if isinstance(entry, dict)}
     except (ValueError, AttributeError, RecursionError):
         return {}
+
+
+def _said_of(module: str, formats: Mapping[str, dict]) -> dict | None:
+    """The entry of a module, which may be named with a prefix there."""
+    if module in formats or not formats:
+        return formats.get(module)
+    for prefix in PREFIXES:
+        if prefix + module in formats:
+            return formats[prefix + module]
+    return None

@@ -49,7 +49,10 @@ def load_part(
     module = build_meta(part)
     total, done = part.nbytes, 0
     maps = open_maps(part.files)
+    own = {*dict(module.named_parameters(remove_duplicate=False)), *dict(module.named_buffers(remove_duplicate=False))}
     for name, at in part.tensors.items():
+        if name not in own:  # markers, and what merged files carry along
+            continue
         stored = tensor = view(at, maps[at.file])
         if name in part.scales:
             tensor = _unscaled(tensor, read_tensor(part.scales[name]), dtype or torch.bfloat16)
@@ -176,6 +179,10 @@ def read_tensor(at: TensorAt, scale: TensorAt | None = None) -> torch.Tensor:
 
 def _unscaled(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     scale = scale.float()
+    if not bool(torch.isfinite(scale).all()):
+        raise Trouble(
+            "not_finite", "A factor of an 8-bit weight is NaN or infinite.", hint="The model's file is damaged."
+        )
     if scale.numel() > 1:  # one factor a row
         scale = scale.reshape(-1, *[1] * (codes.ndim - 1))
     return codes.float().mul_(scale).to(dtype)

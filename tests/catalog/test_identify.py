@@ -170,6 +170,8 @@ def test_plain_casts_have_no_scales(dit, tmp_path):
         (lambda shape: {"weight_scale": ("F8_E4M3", (shape[0], 2)), "weight_scale_2": ("F32", ())}, "U8", "nvfp4"),
         (lambda shape: {"absmax": ("F32", (3,)), "quant_map": ("F32", (16,))}, "U8", "bitsandbytes"),
         (lambda shape: {}, "I8", "without a factor"),
+        (lambda shape: {"weight.scale": ("F32", ())}, "F8_E4M3", "weight.scale"),
+        (lambda shape: {"weight.absmax": ("F32", (3,))}, "F8_E4M3", "weight.absmax"),
     ],
 )
 def test_unknown_companions_are_an_error(extra, dtype, words, dit, tmp_path):
@@ -198,6 +200,9 @@ def comfy_quant(path, words: bytes):
     ("words", "fine"),
     [
         (b'{"format": "float8_e4m3fn"}', True),
+        (b'{"format": "float8_e4m3fn", "full_precision_matrix_mult": true}', True),
+        (b'{"format": "int8_tensorwise", "convrot": false, "convrot_groupsize": 256}', True),
+        (b'{"format": "int8_tensorwise", "convrot": true, "convrot_groupsize": 256}', False),
         (b'{"format": "nvfp4"}        ', False),
         (b"{broken                    ", False),
     ],
@@ -214,12 +219,27 @@ def test_the_newer_marker_of_comfyui(words, fine, dit, tmp_path):
             identify_model(path, FAMILIES)
 
 
-def test_a_format_named_in_the_metadata(dit, tmp_path):
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [({"format": "mxfp8"}, "mxfp8"), ({"format": "int8_tensorwise", "convrot": True}, "convrot")],
+)
+def test_a_format_named_in_the_metadata(entry, words, prefix, dit, tmp_path):
     tensors = eight_bit(dit, lambda shape: {"weight_scale": ("F32", ())})
-    said = {"layers": {"transformer_blocks.0.attn.to_q": {"format": "mxfp8"}, "img_in": {"format": "float8_e4m3fn"}}}
+    tensors = {prefix + name: at for name, at in tensors.items()}
+    said = {
+        "layers": {prefix + "transformer_blocks.0.attn.to_q": entry, prefix + "img_in": {"format": "float8_e4m3fn"}}
+    }
     path = write_file(tmp_path / "a.safetensors", tensors, {"_quantization_metadata": json.dumps(said)})
-    with pytest.raises(Trouble, match="mxfp8"):
+    with pytest.raises(Trouble, match=words):
         identify_model(path, FAMILIES)
+
+
+def test_a_companion_joined_by_an_underscore(dit, tmp_path):
+    tensors = eight_bit(dit, lambda shape: {}) | {"transformer_blocks.0.attn.to_q_scale": ("F32", ())}
+    with pytest.raises(Trouble, match=r"to_q\.weight") as caught:
+        identify_model(write_file(tmp_path / "a.safetensors", tensors), FAMILIES)
+    assert caught.value.kind == "not_supported"
 
 
 def test_strangers_are_named(tmp_path, dit):
