@@ -196,6 +196,8 @@ class Placement:
             if on_bytes:
                 on_bytes(done, self.part.nbytes)
         self._plan()
+        if self.held_bytes()["stored"]:
+            memory.give_back(self.device)  # what converting took
 
     def _settle(self, level: str) -> None:
         with self.lock:

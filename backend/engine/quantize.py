@@ -54,7 +54,10 @@ def has_special(codes: torch.Tensor) -> bool:
 
 def exponent_for(weight: torch.Tensor, dtype: torch.dtype) -> int:
     """The power of two that scales the largest number of `weight` to just inside the range of `dtype`; 0 for zeros and NaN."""
-    largest = float(weight.detach().abs().max()) if weight.numel() else 0.0
+    if weight.numel() == 0:
+        return 0
+    low, high = torch.aminmax(weight.detach())  # makes no copy, as abs() would
+    largest = max(-float(low), float(high)) if not math.isnan(float(low)) else math.nan
     if not (0.0 < largest < math.inf):
         return 0
     return max(-100, min(100, math.floor(math.log2(_BY_DTYPE[dtype].largest / largest))))
