@@ -44,7 +44,7 @@ def build(studio: Studio) -> ModelsTab:
         with gr.Column(scale=7, min_width=330, elem_classes="left"):
             with gr.Row(elem_classes="fields search-row"):
                 search = gr.Textbox(
-                    show_label=False, placeholder="Search by name, family, trigger word, trainer", elem_id="lora-search",
+                    show_label=False, placeholder="Name, family, trigger word, trainer", elem_id="lora-search",
                     scale=4, min_width=180, container=False,
                 )  # fmt: skip
                 only = gr.Dropdown(

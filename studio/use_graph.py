@@ -17,12 +17,16 @@ WIDTH, HEIGHT = 420, 64
 
 @dataclass(frozen=True)
 class Use:
-    """Bytes at one moment: of our own job, of other programs on the card, and free in RAM."""
+    """Bytes at one moment: of our own job, of other programs on the card, and free in RAM.
+
+    `with_libraries`: our own are those of a whole process, so no prediction of weights and working memory compares.
+    """
 
     when: float
     own_bytes: int
     others_bytes: int
     ram_free_bytes: int
+    with_libraries: bool = False
 
 
 def use_of(pid: int, card: Card) -> Use:
@@ -35,7 +39,7 @@ def use_of(pid: int, card: Card) -> Use:
             own = psutil.Process(pid).memory_info().rss if pid else 0
         except psutil.Error:
             own = 0
-    return Use(time.time(), max(own, 0), others, card.ram_free_bytes)
+    return Use(time.time(), max(own, 0), others, card.ram_free_bytes, with_libraries=card.device == "cpu")
 
 
 def watched(seen: dict, job: str, use: Use | None) -> dict:
@@ -56,6 +60,7 @@ def graph(points: Sequence[tuple[float, float]], use: Use | None, *, predicted: 
     """Bytes in use over seconds. Empty for fewer than two points."""
     if use is None or len(points) < 2 or max(value for _, value in points) <= 0:
         return ""
+    predicted = 0 if use.with_libraries else predicted
     most = max(max(value for _, value in points), predicted, 1.0) * 1.1
     first, last = points[0][0], points[-1][0]
 
@@ -72,7 +77,7 @@ def graph(points: Sequence[tuple[float, float]], use: Use | None, *, predicted: 
         if predicted
         else ""
     )
-    words = [f"{size_words(points[-1][1])} in use"]
+    words = [f"{size_words(points[-1][1])} in use" + (", libraries and all" if use.with_libraries else "")]
     words += [f"predicted peak {size_words(predicted)}"] if predicted else []
     words += [f"others {size_words(use.others_bytes)}"] if use.others_bytes else []
     words += [f"{size_words(use.ram_free_bytes)} of RAM free"]

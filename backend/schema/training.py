@@ -158,11 +158,11 @@ class TrainingSection:
         choices=TASKS,
         level="advanced",
     )
-    learning_rate: float = knob(1e-4, help="Learning rate.", low=0.0, high=10.0)
+    learning_rate: float = knob(1e-4, help="How large each step is. 1e-4 suits a LoRA of a large model.", low=0.0, high=10.0)
     learning_rates: str | None = knob(
         None, help="Learning rates of single parts: `text_encoder=2e-5`, comma-separated.", level="advanced"
     )
-    num_epochs: int = knob(1, help="Number of epochs.", low=1, high=10**6)
+    num_epochs: int = knob(1, help="How often all pictures, with their repeats, are seen.", low=1, high=10**6)
     max_steps: int | None = knob(
         None, help="End after so many optimizer steps; epochs are then as many as that takes.", low=1, high=10**9
     )
@@ -260,7 +260,7 @@ class LoraSection:
         "preset of the family such as attention. Empty: the family's default.",
         lines=2,
     )
-    lora_rank: int = knob(32, help="Rank: how much it can hold.", low=1, high=4096, label="Rank")
+    lora_rank: int = knob(32, help="How much it can hold; the file grows with it.", low=1, high=4096, label="Rank")
     lora_alpha: float | None = knob(
         None, help="Strength is alpha / rank; by default equal to the rank.", low=0.0, label="Alpha", level="advanced"
     )

@@ -78,3 +78,8 @@ def test_the_use_graph_says_what_it_shows():
     html = graph([(0.0, 1e9), (1.0, 2e9)], Use(1.0, int(2e9), 0, 2**30), predicted=3e9)
     assert "predicted peak 2.8 GB" in html and "1.9 GB in use" in html and "1.0 GB of RAM free" in html
     assert graph([(0.0, 1e9)], Use(0.0, 1, 0, 0), predicted=0) == ""
+
+
+def test_a_whole_process_is_not_held_against_a_prediction_of_weights():
+    html = graph([(0.0, 1e9), (1.0, 2e9)], Use(1.0, int(2e9), 0, 2**30, with_libraries=True), predicted=3e9)
+    assert "predicted" not in html and "1.9 GB in use, libraries and all" in html
