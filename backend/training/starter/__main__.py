@@ -77,10 +77,11 @@ def main() -> None:
     base = assemble(work)
     if options.until == "base":
         return
-    changes = {"max_steps": options.steps}
-    if any((work / "run" / "checkpoints").glob("step-*")):
-        changes["resume_from_checkpoint"] = "latest"
-    subprocess.run(train_command(work, processes=options.processes, changes=changes), check=True, env=environment())
+    if not (work / "run" / f"step-{options.steps}.safetensors").is_file():
+        changes = {"max_steps": options.steps}
+        if any((work / "run" / "checkpoints").glob("step-*")):
+            changes["resume_from_checkpoint"] = "latest"
+        subprocess.run(train_command(work, processes=options.processes, changes=changes), check=True, env=environment())
     if not (work / "decoder.done").is_file():
         module("backend.training.starter.vae", work / "sprites.npy", work / "decoder", "--resume", base / "vae", "--decoder-only",
                "--minutes", options.minutes / 4, "--lr", 5e-4, "--processes", options.processes)
