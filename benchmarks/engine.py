@@ -19,15 +19,26 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
-from medium import inputs, make_model, medians, part_of, private_rss, row, rss, touch
+from medium import (
+    DISK,
+    FP8,
+    diffusers_modules,
+    inputs,
+    loader,
+    loft_modules,
+    make_model,
+    medians,
+    part_of,
+    private_rss,
+    row,
+    rss,
+    touch,
+)
 
 PROJECT = Path(__file__).resolve().parents[1]
 MIB = 2**20
-FP8 = {"offload_dtype": "float8_e4m3fn", "onload_dtype": "float8_e4m3fn", "preparing_dtype": "float8_e4m3fn"}
-DISK = {"offload_device": "disk", "onload_device": "disk", "preparing_device": "disk"}
 IMPORTS = {
     "Loft": "from backend.pipelines import QwenImagePipeline",
     "diffusers": "from diffusers import QwenImagePipeline",
@@ -87,27 +98,6 @@ def loading(folder: Path, quick: bool, who: str) -> None:
     row("peak RSS of a load / file", "1.10", **{who: (peak * 1024 - before) / size})
 
 
-def loader(who: str, folder: Path, quick: bool) -> Callable[[], object]:
-    import torch
-
-    if who == "diffusers":
-        from diffusers import QwenImageTransformer2DModel
-
-        return lambda: QwenImageTransformer2DModel.from_pretrained(folder, torch_dtype=torch.bfloat16)
-    if who == "diffsynth":
-        from diffsynth.core import load_model
-        from diffsynth.models.qwen_image_dit import QwenImageDiT
-
-        if quick:
-            raise NotImplementedError("its width is written into the class")
-        return lambda: load_model(QwenImageDiT, str(folder / "diffusion_pytorch_model.safetensors"), {"num_layers": 3})
-    from backend.engine import load
-
-    part = part_of(folder, quick)
-    load.build_meta(part)
-    return lambda: load.load_part(part, dtype=torch.bfloat16)
-
-
 def steps(folder: Path, quick: bool, who: str) -> None:
     """A step with resident weights, streamed from disk, and stored in FP8, interleaved in one process."""
     import torch
@@ -120,36 +110,6 @@ def steps(folder: Path, quick: bool, who: str) -> None:
         seconds = medians({name: lambda module=module: module(**given) for name, module in modules.items()}, rounds=3)
     row("disk-offload step / resident step", "1.04", **{who: seconds["disk"] / seconds["resident"]})
     row("FP8-stored step / bf16 step", "1.35", **{who: seconds["fp8"] / seconds["resident"]})
-
-
-def loft_modules(folder: Path, quick: bool) -> dict:
-    from backend.engine import load, placement
-    from backend.schema.vram import VramConfig
-
-    part, found = part_of(folder, quick), {"resident": load.load_part(part_of(folder, quick))}
-    for name, settings in (("disk", DISK), ("fp8", FP8)):
-        found[name] = load.build_meta(part)
-        placement.place(found[name], part, VramConfig(**settings), device="cpu").onload()
-    return found
-
-
-def diffusers_modules(folder: Path, quick: bool) -> dict:
-    import torch
-    from diffusers import QwenImageTransformer2DModel
-
-    found = {
-        name: QwenImageTransformer2DModel.from_pretrained(folder, torch_dtype=torch.bfloat16)
-        for name in ("resident", "disk", "fp8")
-    }
-    found["disk"].enable_group_offload(
-        onload_device=torch.device("cpu"),
-        offload_device=torch.device("cpu"),
-        offload_type="block_level",
-        num_blocks_per_group=1,
-        offload_to_disk_path=str(folder / "copy"),
-    )
-    found["fp8"].enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
-    return found
 
 
 def reading(folder: Path, quick: bool, who: str = "") -> None:

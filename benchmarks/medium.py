@@ -10,6 +10,9 @@ from pathlib import Path
 
 NETWORK = "diffusers.models.transformers.transformer_qwenimage:QwenImageTransformer2DModel"
 
+FP8 = {"offload_dtype": "float8_e4m3fn", "onload_dtype": "float8_e4m3fn", "preparing_dtype": "float8_e4m3fn"}
+DISK = {"offload_device": "disk", "onload_device": "disk", "preparing_device": "disk"}
+
 
 def medians(works: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
     """Median CPU seconds of each work, interleaved, after a round that does not count."""
@@ -91,3 +94,54 @@ def touch(module) -> None:
 
 def row(name: str, target: str, **values) -> None:
     print("ROW " + json.dumps({"row": name, "target": target, **values}), flush=True)
+
+
+def loader(who: str, folder: Path, quick: bool) -> Callable[[], object]:
+    import torch
+
+    if who == "diffusers":
+        from diffusers import QwenImageTransformer2DModel
+
+        return lambda: QwenImageTransformer2DModel.from_pretrained(folder, torch_dtype=torch.bfloat16)
+    if who == "diffsynth":
+        from diffsynth.core import load_model
+        from diffsynth.models.qwen_image_dit import QwenImageDiT
+
+        if quick:
+            raise NotImplementedError("its width is written into the class")
+        return lambda: load_model(QwenImageDiT, str(folder / "diffusion_pytorch_model.safetensors"), {"num_layers": 3})
+    from backend.engine import load
+
+    part = part_of(folder, quick)
+    load.build_meta(part)
+    return lambda: load.load_part(part, dtype=torch.bfloat16)
+
+
+def loft_modules(folder: Path, quick: bool) -> dict:
+    from backend.engine import load, placement
+    from backend.schema.vram import VramConfig
+
+    part, found = part_of(folder, quick), {"resident": load.load_part(part_of(folder, quick))}
+    for name, settings in (("disk", DISK), ("fp8", FP8)):
+        found[name] = load.build_meta(part)
+        placement.place(found[name], part, VramConfig(**settings), device="cpu").onload()
+    return found
+
+
+def diffusers_modules(folder: Path, quick: bool) -> dict:
+    import torch
+    from diffusers import QwenImageTransformer2DModel
+
+    found = {
+        name: QwenImageTransformer2DModel.from_pretrained(folder, torch_dtype=torch.bfloat16)
+        for name in ("resident", "disk", "fp8")
+    }
+    found["disk"].enable_group_offload(
+        onload_device=torch.device("cpu"),
+        offload_device=torch.device("cpu"),
+        offload_type="block_level",
+        num_blocks_per_group=1,
+        offload_to_disk_path=str(folder / "copy"),
+    )
+    found["fp8"].enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+    return found
