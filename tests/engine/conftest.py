@@ -16,7 +16,9 @@ def write_part(tmp_path):
     from backend.catalog.header import read_header
     from backend.catalog.spec import PartSpec
 
-    def write(module, network: str = "unused:Unused", config=None, *, dtype=None, name: str = "dit", scales=None) -> PartSpec:
+    def write(
+        module, network: str = "unused:Unused", config=None, *, dtype=None, name: str = "dit", scales=None
+    ) -> PartSpec:
         import torch
 
         scales = scales or {}

@@ -23,7 +23,9 @@ class Block(nn.Module):
         shift, gate = (self.table + time[:, None]).chunk(2, dim=1)
         mixed = torch.softmax(self.to_q(self.norm(x)) @ self.to_k(text).transpose(1, 2) / WIDTH**0.5, -1) @ text
         x = x + mixed + shift
-        return x + gate * self.down(torch.nn.functional.gelu(self.up(self.norm(x)))), text + 0.1 * x.mean(1, keepdim=True)
+        return x + gate * self.down(torch.nn.functional.gelu(self.up(self.norm(x)))), text + 0.1 * x.mean(
+            1, keepdim=True
+        )
 
 
 class Small(nn.Module):

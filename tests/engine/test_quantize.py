@@ -60,7 +60,9 @@ def test_a_factor_for_each_row_rounds_once():
 
 
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("name", "bound"), [("float8_e4m3fn", 2**-4), ("float8_e4m3fnuz", 2**-4), ("float8_e5m2", 2**-3)])
+@pytest.mark.parametrize(
+    ("name", "bound"), [("float8_e4m3fn", 2**-4), ("float8_e4m3fnuz", 2**-4), ("float8_e5m2", 2**-3)]
+)
 def test_storing_keeps_what_the_format_can(name, bound, source):
     """Weights near 0.02 lie among e4m3fn's subnormal numbers; the power of two brings them into its range."""
     weight = (torch.randn(300, 700, generator=torch.Generator().manual_seed(0)) * 0.02).to(source)
