@@ -28,6 +28,10 @@ LAST = {  # last name of a key -> what the tensor is
     **{f"lokr_{name}": f"lokr_{name}" for name in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t1", "t2")},
     "set_weight": "set_weight",
     "reshape_weight": "reshape_weight",
+    "scalar": "scalar",
+    **{name: "vera" for name in ("vera_lambda_b", "vera_lambda_d")},
+    **{name: "boft" for name in ("boft_R", "boft_s")},
+    "ia3_l": "ia3_l",
     "oft_blocks": "oft",
     "oft_diag": "oft",
     "oft_R": "oft",
@@ -57,6 +61,11 @@ NAMED = {
     "lora_magnitude_vector": "magnitude_out",
     "lora_embedding_A": "down",
     "lora_embedding_B": "up",
+    **{
+        name: role
+        for name, role in LAST.items()
+        if name.startswith(("hada_", "lokr_", "oft_R", "vera_", "boft_", "ia3_"))
+    },
 }
 PROCESSORS = {  # names under `.processor.` -> the module; FLUX.1 trainers number the picture's stream 1, the text's 2
     "qkv_lora1": "img_attn.qkv",
@@ -81,9 +90,13 @@ ALGORITHMS = {  # what a module's tensors are called -> how people call the meth
     "oft": "OFT",
     "glora_a1": "GLoRA",
     "ia3_on_input": "(IA)3",
+    "ia3_l": "(IA)3",
+    "vera": "VeRA",
+    "boft": "BOFT",
     "set_weight": "set_weight",
     "reshape_weight": "reshape_weight",
 }
+_DOTTED = re.compile(r"(.+?)\.(lora_[AB]|lora_magnitude_vector)\..+?(?:\.(weight|bias))?")
 BUNDLED = ("bundle_emb.", "emb_params", "string_to_param")
 
 DIT, ANY = "dit", ""
@@ -145,7 +158,15 @@ def split_key(key: str) -> tuple[str, str] | None:
     if before in NAMED and outer and last not in ("weight", "bias"):
         return outer, NAMED[before]
     role = LAST.get(last)
-    return (head, role) if role else None
+    if role == "alpha" and before.endswith("_lora") and outer.endswith(".processor"):
+        return _pair_of_processor(head, role)
+    return (head, role) if role else _with_dotted_name(key)
+
+
+def _with_dotted_name(key: str) -> tuple[str, str] | None:
+    """Adapter names are free and may hold dots: `to_q.lora_A.style v1.5.weight`."""
+    match = _DOTTED.fullmatch(key)
+    return (match[1], NAMED[match[2]] + ("_bias" if match[3] == "bias" else "")) if match else None
 
 
 def _pair_of_processor(outer: str, side: str) -> tuple[str, str] | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from backend.catalog.adapter import ALGORITHMS, plain
 from backend.catalog.names import Slot
+from backend.engine.lora_alpha import alpha_value
 from backend.engine.lora_body import Body, Change, Dense, Dora, Hadamard, Kronecker, LowRank, dora_factor
 from backend.engine.lora_module import Module, at_place, cut, fitted, in_shape, incomplete, mismatch, product
 from backend.schema.messages import Trouble
@@ -15,7 +18,9 @@ UNREAD = (
     "oft_rescale",
     "oft_marker",
     "ia3_on_input",
-    "reshape_weight",
+    "ia3_l",
+    "vera",
+    "boft",
     "glora_a1",
     "glora_a2",
     "glora_b1",
@@ -44,6 +49,7 @@ def changes_of(module: Module) -> list[Change]:
     """What `module` changes. Raises Trouble before anything is changed: incomplete pairs, shapes or ranks that disagree,
     numbers that are not finite, an algorithm that is not read."""
     check_whole(module)
+    _check_reshaped(module)
     changes: list[Change] = []
     body = weight_body(module)
     if body is not None:
@@ -81,6 +87,17 @@ def check_whole(module: Module) -> None:
         raise incomplete(module, f"has a DoRA magnitude for {plain(module.stem)} without its factors")
 
 
+def _check_reshaped(module: Module) -> None:
+    """`reshape_weight` is the shape that the weight has in the model a LoRA was made for; another one cannot be made here."""
+    if "reshape_weight" not in module.roles:
+        return
+    shape = tuple(int(size) for size in module.source.stored(module.roles["reshape_weight"]).flatten())
+    for slot in module.slots:
+        own = module.shape_of(f"{slot.module}.{slot.parameter}")
+        if own is None or shape[1:] != own[1:] or shape[0] * (slot.share[1] - slot.share[0]) != own[0] * slot.share[2]:
+            raise mismatch(module, "reshape_weight", shape, list(own or ()))
+
+
 def weight_body(module: Module) -> Body | None:
     """The change of the weight as the file has it, over all rows of a fused module."""
     roles = module.roles
@@ -95,6 +112,8 @@ def weight_body(module: Module) -> Body | None:
         bodies.append(Dense(module.read("diff"), 1.0))
     if "set_weight" in roles:
         bodies.append(_replacement(module))
+    if "scalar" in roles and bodies:
+        bodies = [replace(body, scale=body.scale * alpha_value(module.source, roles["scalar"])) for body in bodies]
     if len(bodies) < 2:
         return bodies[0] if bodies else None
     return Dense(sum(body.dense().view(bodies[0].shape) for body in bodies), 1.0)
@@ -126,6 +145,8 @@ def _loha(module: Module) -> Hadamard:
     halves = []
     for half in ("1", "2"):
         a, b = module.read(f"hada_w{half}_a"), module.read(f"hada_w{half}_b")
+        if a.ndim != 2:
+            raise mismatch(module, f"hada_w{half}_a", a.shape, "two dimensions")
         if f"hada_t{half}" in module.roles:  # tucker: a is (r, o) and b (r, i)
             halves.append(LowRank(a.t(), _tucker(module, module.read(f"hada_t{half}"), b), 1.0))
         else:
@@ -153,6 +174,8 @@ def _lokr(module: Module) -> Kronecker:
         return a.float() @ b.flatten(1).float()
 
     left, right = factor("w1"), factor("w2")
+    if left.ndim != 2:
+        raise mismatch(module, "lokr_w1", left.shape, "two dimensions")
     right = _with_kernel(module, left, right)
     if ranks:
         return Kronecker(left, right, module.scale(ranks[-1]))
@@ -168,10 +191,13 @@ def _with_kernel(module: Module, left: torch.Tensor, right: torch.Tensor) -> tor
 
 
 def _replacement(module: Module) -> Dense:
-    new, name = module.read("set_weight").float(), f"{module.slots[0].module}.weight"
-    if len(module.slots) != 1 or tuple(new.shape) != module.shape_of(name):
-        raise mismatch(module, "set_weight", new.shape, "the shape of the weight it replaces")
-    return Dense(new - module.weight_of(name).float(), 1.0)
+    new, slots = module.read("set_weight").float(), module.slots
+    if any(slot.place != (0, 1, 1) for slot in slots):
+        raise mismatch(module, "set_weight", new.shape, "a whole module")
+    old = torch.cat([module.weight_of(f"{slot.module}.{slot.parameter}".lstrip(".")).float() for slot in slots])
+    if new.shape != old.shape:
+        raise mismatch(module, "set_weight", new.shape, f"{list(old.shape)}, the shape of what it replaces")
+    return Dense(new - (torch.cat(old.chunk(2)[::-1]) if slots[0].swap_halves else old), 1.0)
 
 
 def bias_body(module: Module) -> Dense | None:

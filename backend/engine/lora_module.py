@@ -15,6 +15,9 @@ from backend.engine.lora_body import Body, placed, swapped
 from backend.engine.lora_source import Source
 from backend.schema.messages import Trouble
 
+DIMENSIONS = 2  # at least, of factors
+FACTORS = ("down", "up", "mid", "hada_", "lokr_")
+
 
 def _finite(tensor: torch.Tensor) -> bool:
     """A sum of finite numbers is finite unless it overflows, and takes a quarter of the time of looking at each."""
@@ -43,6 +46,10 @@ class Module:
         """The tensor of a role; finite, or Trouble("not_finite")."""
         key = self.roles[role]
         tensor = self.source.read(key)
+        least = DIMENSIONS if role.startswith(FACTORS) and not role.endswith("_bias") else 1
+        if tensor.ndim < least or 0 in tensor.shape or tensor.is_complex():
+            what = "a matrix" if least == DIMENSIONS else "a list of numbers"
+            raise mismatch(self, role.replace("_", " "), tensor.shape, what + " that is not empty")
         if tensor.is_floating_point() and not _finite(tensor):
             raise Trouble(
                 "not_finite",

@@ -12,6 +12,7 @@ from backend.catalog.adapter import Reading, plain, readings
 from backend.catalog.names import Slot, flatten, maps_of, spellings
 
 TEXT = ("text_model.", "model.language_model.", "language_model.", "model.", "transformer.", "encoder.")
+PARAMETERS = ("weight", "scale")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class Index:
     def look_up(self, name: str) -> tuple[Slot, ...] | None:
         """What `name` stands for, as it is or after one of the beginnings."""
         slots = self.found.get(flatten(name))
+        for ending in () if slots else PARAMETERS:
+            if name.endswith((f".{ending}", f"_{ending}")):  # a file may name the parameter and not the module
+                slots = slots or self.found.get(flatten(name[: -len(ending)]))
         for beginning in self.beginnings:
             if slots:
                 break

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -69,11 +69,16 @@ def open_source(source: str | os.PathLike | Mapping[str, torch.Tensor], name: st
     if path.is_dir():
         path = _file_in(path)
     if path.suffix.lower() in PICKLES:
-        return _from_tensors(read_pickle(path), name or path.name, path, {})
+        return replace(_from_tensors(read_pickle(path), name or path.name, path, {}), config=_config_beside(path))
     header = read_header(path)
     shapes = {key: at.shape for key, at in header.tensors.items()}
-    beside = read_json(path.with_name("adapter_config.json")) if path.name.startswith("adapter_model") else None
-    return Source(name or path.name, shapes, header.metadata, path, beside or {}, header.tensors)
+    return Source(name or path.name, shapes, header.metadata, path, _config_beside(path), header.tensors)
+
+
+def _config_beside(path: Path) -> dict:
+    """PEFT's adapter_config.json, which speaks of the file of a certain name beside it."""
+    named = path.name.startswith(("adapter_model", "pytorch_lora_weights"))
+    return (read_json(path.with_name("adapter_config.json")) or {}) if named else {}
 
 
 def _from_tensors(tensors: Mapping, name: str, path: Path | None, metadata: dict) -> Source:
@@ -84,8 +89,8 @@ def _from_tensors(tensors: Mapping, name: str, path: Path | None, metadata: dict
 
 
 def _file_in(folder: Path) -> Path:
-    found = sorted(folder.glob("*.safetensors"))
-    named = [path for path in found if path.name in ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")]
+    found = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    named = [path for path in found if path.stem in ("adapter_model", "pytorch_lora_weights")]
     if len(named) == 1 or len(found) == 1:
         return (named or found)[0]
     what = f"{len(found)} safetensors files" if found else "no safetensors file"
