@@ -60,12 +60,12 @@ def _shallow(config: dict, known: dict, depths: tuple[int, ...]) -> dict:
     changed = dict(config)
     for key, depth in zip(known["blocks"].values(), depths, strict=True):
         outer, _, inner = key.rpartition(".")
+        home = dict(changed[outer]) if outer else changed
+        home[inner] = depth
+        if home.get("layer_types"):
+            home["layer_types"] = (list(home["layer_types"]) * depth)[:depth]
         if outer:
-            changed[outer] = {**changed[outer], inner: depth}
-        else:
-            changed[key] = depth
-    if "layer_types" in config:
-        changed["layer_types"] = config["layer_types"][: depths[0]]
+            changed[outer] = home
     return changed
 
 
