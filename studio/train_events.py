@@ -137,7 +137,7 @@ def _wire_start(studio: Studio, tab: Train, ui: gr.BrowserState, redraw: Callabl
             running = runs.live_runs(studio.places)
             if running:
                 name = run_view.title_of(running[0])
-                raise Trouble("already_running", f"The run {name} is using the card.", hint="Stop it first, or wait.")
+                raise Trouble("already_running", f"The run {name} is still computing.", hint="Stop it first, or wait.")
             folder = runs.create(config, studio.places)
             runs.start(folder, places=studio.places, engine=studio.engine)
         except Trouble as trouble:

@@ -81,7 +81,8 @@ def live_runs(places: Places) -> list[Run]:
 def at_work(places: Places) -> str:
     """Who has the card, as a sentence; "" if no run has it."""
     live = live_runs(places)
-    return f"The run {live[0].name} is using the card." if live else ""
+    name = live[0].name.split("_", 2)[-1] if live else ""
+    return f"The run {name} is computing; pictures wait until it ends or is stopped." if live else ""
 
 
 def read(folder: Path) -> Run:
