@@ -92,11 +92,13 @@ ALGORITHMS = {  # what a module's tensors are called -> how people call the meth
     "ia3_on_input": "(IA)3",
     "ia3_l": "(IA)3",
     "vera": "VeRA",
+    "scaled": "factors in 8 bits with scales of their own",
     "boft": "BOFT",
     "set_weight": "set_weight",
     "reshape_weight": "reshape_weight",
 }
 _DOTTED = re.compile(r"(.+?)\.(lora_[AB]|lora_magnitude_vector)\..+?(?:\.(weight|bias))?")
+SCALES = ("weight_scale", "scale_weight", "input_scale", "scale_input")
 BUNDLED = ("bundle_emb.", "emb_params", "string_to_param")
 
 DIT, ANY = "dit", ""
@@ -156,7 +158,7 @@ def split_key(key: str) -> tuple[str, str] | None:
         if named in NAMED and further:
             return further, NAMED[named] if last == "weight" else NAMED[named] + "_bias"
     if before in NAMED and outer and last not in ("weight", "bias"):
-        return outer, NAMED[before]
+        return outer, "scaled" if last in SCALES else NAMED[before]
     role = LAST.get(last)
     if role == "alpha" and before.endswith("_lora") and outer.endswith(".processor"):
         return _pair_of_processor(head, role)

@@ -21,6 +21,7 @@ UNREAD = (
     "ia3_l",
     "vera",
     "boft",
+    "scaled",
     "glora_a1",
     "glora_a2",
     "glora_b1",

@@ -16,6 +16,7 @@ from backend.engine.lora_source import Source
 from backend.schema.messages import Trouble
 
 DIMENSIONS = 2  # at least, of factors
+CODES = (torch.int8, torch.uint8, torch.bool)
 FACTORS = ("down", "up", "mid", "hada_", "lokr_")
 
 
@@ -50,6 +51,12 @@ class Module:
         if tensor.ndim < least or 0 in tensor.shape or tensor.is_complex():
             what = "a matrix" if least == DIMENSIONS else "a list of numbers"
             raise mismatch(self, role.replace("_", " "), tensor.shape, what + " that is not empty")
+        if tensor.dtype in CODES:
+            raise Trouble(
+                "not_supported",
+                f"{self.source.name} stores {key} as {str(tensor.dtype).removeprefix('torch.')}, codes without a factor.",
+                hint="Take the LoRA in bf16 or fp16 instead; nothing was changed.",
+            )
         if tensor.is_floating_point() and not _finite(tensor):
             raise Trouble(
                 "not_finite",

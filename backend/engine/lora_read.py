@@ -22,6 +22,7 @@ from backend.engine.lora_source import Source
 from backend.schema.messages import Trouble
 
 MANY_NOTES = 8
+SECOND = "transformer_2."
 
 
 @dataclass
@@ -72,7 +73,15 @@ def read_lora(
 def _resolved(grouped: Mapping[str, Mapping], modules: Mapping, family: ModuleType | None, first: str | None) -> dict:
     parts = list(modules) if first is None else [first, *(p for p in modules if p != first and p.startswith("text_"))]
     indexes = {part: index_of(modules[part], part, family) for part in parts}
-    return {stem: resolve(stem, roles, indexes) for stem, roles in grouped.items()}
+    return _of_one_expert({stem: resolve(stem, roles, indexes) for stem, roles in grouped.items()})
+
+
+def _of_one_expert(found: dict[str, Resolved | str]) -> dict[str, Resolved | str]:
+    """A file for both of Wan 2.2's transformers must not put both changes on the one that is loaded: the first's are taken."""
+    second = {stem for stem, place in found.items() if not isinstance(place, str) and SECOND in place.reading.prefix}
+    if len(second) == sum(not isinstance(place, str) and place.part == "dit" for place in found.values()):
+        return found
+    return {stem: "belongs to the second transformer" if stem in second else place for stem, place in found.items()}
 
 
 def _build(

@@ -83,6 +83,12 @@ WRONG = {
         r"reshape_weight .*\[48, 96\].*\[48, 48\]",
     ),
     "OFT of PEFT, named": ({f"{Q}.oft_R.default.weight": torch.ones(4, 66)}, "unknown_algorithm", "OFT"),
+    "integer codes": ({key: torch.ones_like(t).to(torch.int8) for key, t in pair().items()}, "not_supported", "int8"),
+    "factors with scales": (
+        {**pair(), f"{Q}.lora_A.weight_scale": torch.ones(()), f"{Q}.lora_B.weight_scale": torch.ones(())},
+        "unknown_algorithm",
+        "8 bits",
+    ),
     "BOFT": ({f"{Q}.boft_R": torch.ones(1, 4, 12, 12)}, "unknown_algorithm", "BOFT"),
     "VeRA": ({f"{Q}.vera_lambda_b": torch.ones(48)}, "unknown_algorithm", "VeRA"),
     "(IA)3 of PEFT": ({f"{Q}.ia3_l.default": torch.ones(48)}, "unknown_algorithm", "IA"),

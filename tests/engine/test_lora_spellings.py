@@ -82,3 +82,13 @@ def test_the_configuration_beside_a_pickle_of_peft(random, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8}))
     for source in (tmp_path / "adapter_model.bin", tmp_path):
         check(QWEN, source, {f"{Q}.weight": 2 * numbers(up) @ numbers(down)})
+
+
+def test_a_file_for_both_transformers_of_wan(random):
+    module = "blocks.0.attn1.to_q"
+    (a, b), (c, d) = [(draw(random, 2, 32), draw(random, 32, 2)) for _ in range(2)]
+    first = {f"transformer.{module}.lora_A.weight": a, f"transformer.{module}.lora_B.weight": b}
+    second = {f"transformer_2.{module}.lora_A.weight": c, f"transformer_2.{module}.lora_B.weight": d}
+    receipt = check("wan", first | second, {f"{module}.weight": numbers(b) @ numbers(a)}, applied=1)
+    assert receipt.unused == {f"transformer_2.{module}": "belongs to the second transformer"}
+    check("wan", second, {f"{module}.weight": numbers(d) @ numbers(c)}, applied=1)
