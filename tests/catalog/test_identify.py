@@ -31,7 +31,7 @@ def test_the_starter():
     spec = identify_model(STARTER, FAMILIES)
     assert (spec.family, spec.missing, spec.tokenizer) == ("qwen_image", (), STARTER / "tokenizer")
     assert set(spec.parts) == {"dit", "text_encoder", "vae"} and spec.scheduler["num_train_timesteps"] == 1000
-    assert spec.parts["dit"].config["num_layers"] == 6 and spec.parts["dit"].storage == "bfloat16"
+    assert spec.parts["dit"].config["num_layers"] == 7 and spec.parts["dit"].storage == "bfloat16"
     stored = {name for name in shapes(STARTER / "text_encoder" / "model.safetensors") if name.startswith("model.")}
     assert {f"model.{name}" for name in spec.parts["text_encoder"].tensors} == stored
     assert spec.nbytes == sum(at.nbytes for part in spec.parts.values() for at in part.tensors.values())
