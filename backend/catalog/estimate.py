@@ -22,6 +22,7 @@ TRAINING_RUNGS = frozenset((
     "enable_model_cpu_offload", "enable_optimizer_cpu_offload",
 ))  # fmt: skip
 BASE_DEPTH = 2
+TILES_AND_WHOLE = 5.3  # overlapping tiles, rows and the picture that they are joined to, over the picture's own bytes
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ def point_of(sizes: ModelSizes, work: Work) -> dict:
     tokens = -(-tokens // multiple) * multiple + work.reference_pictures * min(tokens, 4096)
     text = -(-work.text_tokens // multiple) * multiple
     passes = work.batch if work.targets else 2 if work.guidance else 1
-    return {"h": h, "w": w, "f": f, "n": max(tokens, 1), "t": text, "b": passes, "r": work.rank}
+    pixels = work.width * work.height * (work.frames if geometry["video"] else 1)
+    return {"h": h, "w": w, "f": f, "n": max(tokens, 1), "t": text, "b": passes, "r": work.rank, "pixels": pixels}
 
 
 def denoise(part: PartSizes, point: dict, work: Work, fixed: Fixed) -> Working:
@@ -170,6 +172,8 @@ def decode(part: PartSizes, point: dict, dtype: str, fixed: Fixed, *, tiled: boo
     if tiled and stage == "decode":
         form, times = _form(part, f"decode_tiled/{{}}/{kind}", dtype)
         bytes_tiled = evaluate(form, point) * times if form else bytes_whole
+        # the forms are of small pictures, where one tile's work is the most; large ones are most while they are joined
+        bytes_tiled = max(bytes_tiled, TILES_AND_WHOLE * 3 * point.get("pixels", 0) * DTYPE_BYTES[dtype])
         if bytes_tiled < bytes_whole:
             return _working(bytes_tiled, form, fixed)
     return _working(bytes_whole, whole, fixed)

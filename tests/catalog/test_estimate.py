@@ -69,6 +69,12 @@ def test_decoding(model, size, frames, dtype, gib):
     assert estimate.decode(sizes.parts["vae"], point, dtype, FIXED).live / GIB == pytest.approx(gib, rel=0.015)
 
 
+def test_a_tiled_video_decode_as_measured_on_a_card():
+    sizes = sizes_of("Wan2.1-T2V-14B")  # 2.15 GiB on an RTX 4090 in 16 bits
+    point = point_of(sizes, Work(width=1280, height=704, frames=81))
+    assert estimate.decode(sizes.parts["vae"], point, "float16", FIXED, tiled=True).live / GIB == pytest.approx(2.15, rel=0.03)
+
+
 def test_a_single_picture_of_qwen_image_is_decoded_without_the_video_cache():
     sizes = sizes_of("Qwen-Image")
     for side, most in ((1024, 2.1), (2048, 8.4)):  # diffusers' class by itself: 4.13 and 16.5
