@@ -310,7 +310,7 @@ def test_starting_a_run_takes_the_card_from_the_worker(small, data):
         argv = [sys.executable, "-c", "import time; time.sleep(60)"]
         runs.start(folder, places=data, engine=engine, argv=argv)
         assert not psutil.pid_exists(pid)
-        wait_for(lambda: folder.name in engine.snapshot().waits_for)
+        wait_for(lambda: f"The run {folder.name.split('_', 2)[-1]} is" in engine.snapshot().waits_for)
         assert engine.snapshot().state == "off" and len(engine.snapshot().queue) == 1
         runs.kill(folder)
         wait_for(lambda: engine.snapshot().state == "generating")
