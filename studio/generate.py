@@ -87,7 +87,6 @@ def build(studio: Studio) -> Generate:
                     label="Pictures",
                     value=request.count,
                     precision=0,
-                    minimum=1,
                     step=1,
                     min_width=90,
                     elem_id="set-count",
