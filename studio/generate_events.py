@@ -137,9 +137,11 @@ def _wire_pictures(studio: Studio, tab: Generate, ui: gr.BrowserState, most: gr.
 
     def start_from(choice: dict):
         picture = gallery.chosen_picture(studio, choice["picture"])
-        return str(picture) if picture else gr.skip()
+        if picture is None:
+            return gr.skip(), notice("There is no picture to start from.")
+        return str(picture), notice(f"What is made next starts from {picture.name}, under “Start from a picture”.")
 
-    start.click(start_from, ui, tab.start_picture, **QUIET)
+    start.click(start_from, ui, [tab.start_picture, tab.said], **QUIET)
 
     def discard(choice: dict):
         picture = gallery.chosen_picture(studio, choice["picture"])
