@@ -195,7 +195,7 @@ def clock() -> float:
 
 def log_html(text: str) -> str:
     return (
-        f'<pre class="log">{safe(text)}</pre>'
+        f'<pre class="log"><span>{safe(text)}</span></pre>'
         if text
         else '<div class="empty small">Nothing has been written yet.</div>'
     )
