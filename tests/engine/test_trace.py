@@ -16,6 +16,8 @@ pytestmark = pytest.mark.torch
 GIB = 2**30
 F32, BF16 = torch.float32, torch.bfloat16
 POINT = {"h": 24, "w": 16, "t": 32, "b": 2, "f": 3}
+# Wan's text is always 512 tokens long: with fewer picture tokens its norm is the peak, which is one kernel on CUDA and several here.
+LARGER_POINT = {**POINT, "h": 48, "w": 32}
 DENOISERS = {
     "QwenImageTransformer2DModel": {
         "num_layers": 3, "num_attention_heads": 2, "attention_head_dim": 32, "joint_attention_dim": 48, "axes_dims_rope": [8, 12, 12],
@@ -78,7 +80,7 @@ def close(pair: tuple[int, int], tolerance: float = 0.02) -> None:
 
 @pytest.mark.parametrize("kind", DENOISERS)
 def test_a_denoising_step_takes_what_was_predicted(kind):
-    close(both(kind, DENOISERS[kind], lambda module: lambda _: stages.velocity(module, POINT, F32)))
+    close(both(kind, DENOISERS[kind], lambda module: lambda _: stages.velocity(module, LARGER_POINT, F32)))
 
 
 @pytest.mark.parametrize("checkpointed", [True, False])
