@@ -15,7 +15,7 @@ from backend.schema.messages import Trouble
 def write_text(path: Path, text: str) -> None:
     """Puts `text` (UTF-8) under `path`: a reader sees the old content or the new, never a part. Makes the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid().partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
     try:
         with partial.open("w", encoding="utf-8", newline="\n") as file:
             file.write(text)
