@@ -9,17 +9,19 @@ import sys
 import time
 from pathlib import Path
 
-from backend.schema.messages import Trouble, to_line
+from backend.schema.messages import Trouble, from_line, to_line
 from backend.training.files import write_text
+
+MAIN_RANK_SECONDS = 15.0  # how long another rank waits for the main one to say what went wrong
 
 
 class Reporter:
-    """Writes `events.jsonl` (and `loss.csv`) into a run's folder. A silent one, for other ranks, writes nothing."""
+    """Writes `events.jsonl` (and `loss.csv`) into a run's folder. A silent one, for other ranks, writes only a trouble of its own."""
 
     def __init__(self, folder: Path, *, silent: bool = False, table: bool = True):
         self.folder, self.silent, self.table = folder, silent, table
         self.boards: list = []
-        self._spoke = 0.0
+        self._spoke, self._began = 0.0, time.time()
 
     def event(self, event: str, /, **values) -> None:
         if self.silent:
@@ -70,8 +72,22 @@ class Reporter:
         write_text(path, head + "".join(kept))
 
     def trouble(self, trouble: Trouble) -> None:
-        self.event("trouble", **trouble.to_values())
+        """The first rank that ends takes the others with it: one that is silent lets the main one speak first, if it has to."""
+        if not self.silent:
+            self.event("trouble", **trouble.to_values())
+        elif not self._main_rank_spoke():
+            Reporter(self.folder).event("trouble", **trouble.to_values())
         print(str(trouble), file=sys.stderr, flush=True)
+
+    def _main_rank_spoke(self) -> bool:
+        path, end = self.folder / "events.jsonl", time.monotonic() + MAIN_RANK_SECONDS
+        while time.monotonic() < end:
+            lines = path.read_text(encoding="utf-8").splitlines()[-20:] if path.exists() else []
+            events = [event for event in map(from_line, lines) if event is not None]
+            if any(event.event == "trouble" and event.time >= self._began for event in events):
+                return True
+            time.sleep(0.1)
+        return False
 
     def _row(self, **values) -> None:
         path = self.folder / "loss.csv"
