@@ -33,6 +33,9 @@ def tiny_set(tmp_path_factory):
     return folder
 
 
+ANSWER_MS = 2000  # the set's choice is kept before the page has drawn its captions
+
+
 def put(page, name: str, value: object) -> None:
     field = page.locator(f"#set-{name} input, #set-{name} textarea").first
     field.fill(str(value))
@@ -52,6 +55,7 @@ def open_train(site: Site, open_page, folder=None):
         field.fill(str(folder))
         field.press("Enter")
         wait_until(lambda: kept(site).get("dataset_base_path") == str(folder), what="the form to be kept")
+        page.wait_for_timeout(ANSWER_MS)
     return page
 
 
@@ -159,7 +163,9 @@ def test_a_run_outlives_the_studio_and_can_be_stopped_resumed_and_ended(site, op
 def test_captions_of_a_shipped_set_are_edited_in_a_copy(site, open_page):
     page = open_train(site, open_page)
     page.click("#set-dataset_base_path input")
-    page.click("#set-dataset_base_path ul li >> nth=0")
+    page.click("#set-dataset_base_path ul li >> text=character (comes with Loft)")
+    wait_until(lambda: "character" in kept(site).get("dataset_base_path", ""), what="the form to be kept")
+    page.wait_for_timeout(ANSWER_MS)
     page.click("#captions-fold button >> nth=0")
     field = page.locator("#editor textarea").first
     original = field.input_value()
