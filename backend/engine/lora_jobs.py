@@ -80,8 +80,7 @@ def run_merge(
     should_stop: Stop = never,
 ) -> dict:
     """Several LoRAs as one: exactly, side by side, or at `rank` with the error stated."""
-    if len(paths) != len(strengths) or not paths:
-        raise Trouble("bad_value", f"There are {len(paths)} files and {len(strengths)} strengths; each file takes one.")
+    _check_strengths(paths, strengths)
     sources = [open_source(path) for path in paths]
     chosen = family_for(sources[0], _families(), family)
     book = book_of(chosen)
@@ -178,8 +177,7 @@ def run_bake(
     should_stop: Stop = never,
 ) -> dict:
     """A checkpoint with LoRAs in its weights."""
-    if len(paths) != len(strengths) or not paths:
-        raise Trouble("bad_value", f"There are {len(paths)} files and {len(strengths)} strengths; each file takes one.")
+    _check_strengths(paths, strengths)
     spec = identify_model(base, _families())
     family = next(one for one in _families() if spec.family == one.NAME)
     loras = [(Path(path), float(strength)) for path, strength in zip(paths, strengths, strict=True)]
@@ -268,3 +266,9 @@ def _families() -> tuple:
     from backend.families import FAMILIES
 
     return FAMILIES
+
+
+def _check_strengths(paths, strengths) -> None:
+    """Raises Trouble unless there are files, and a strength for each."""
+    if len(paths) != len(strengths) or not paths:
+        raise Trouble("bad_value", f"There are {len(paths)} files and {len(strengths)} strengths; each file takes one.")
