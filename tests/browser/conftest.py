@@ -72,8 +72,9 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser(chromium: str) -> Iterator:
+    """Ends with the file: while playwright lives, its event loop counts as running in the main thread."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
