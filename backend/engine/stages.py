@@ -210,9 +210,11 @@ def _pixels_per_cell(module) -> int:
     return getattr(module.config, "scale_factor_spatial", None) or 8
 
 
-def add_lora(module: torch.nn.Module, targets: list[str], rank: int, dtype: torch.dtype) -> None:
-    """Adapters of `rank` on the linear layers whose names end in `targets`, with weights of `dtype`."""
+def add_lora(module: torch.nn.Module, targets: list[str], rank: int, dtype: torch.dtype, *, thin: bool = True) -> None:
+    """Adapters of `rank` on the linear layers whose names end in `targets`, with weights of `dtype`; `thin` as the trainer makes them."""
     import peft
+
+    from backend.engine import lean
 
     # peft moves what it wraps to its device, which fake parameters do not allow and do not need
     kept, torch.nn.Module.to = torch.nn.Module.to, lambda self, *args, **kwargs: self
@@ -222,6 +224,8 @@ def add_lora(module: torch.nn.Module, targets: list[str], rank: int, dtype: torc
             wanted = [name for name in linear if any(name == end or name.endswith(f".{end}") for end in targets)]
             settings = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=wanted, init_lora_weights=False)
             peft.inject_adapter_in_model(settings, module)
+        if thin:
+            lean.make_lean(module)
     finally:
         torch.nn.Module.to = kept
 

@@ -174,7 +174,7 @@ def _step_tape(network, config, dtype, targets, point, checkpointed):
         if checkpointed:
             module.enable_gradient_checkpointing()
         step = stages.train_step(module, point, dtype)
-        with stages.autocast(dtype) if dtype != torch.float32 else contextlib.nullcontext():
+        with stages.autocast(dtype) if not targets and dtype != torch.float32 else contextlib.nullcontext():  # lean layers need none
             return stages.trace(module, step, warm=False, grad=True)
 
 

@@ -68,6 +68,8 @@ def add_adapter(module: torch.nn.Module, section, family: ModuleType, *, part: s
     """Puts the adapter into `module` in place: its weights are float32 and train, all others do not."""
     from peft import inject_adapter_in_model
 
+    from backend.engine import lean
+
     modules = target_modules(module, section.lora_target_modules, family, part=part)
     ranks = _pattern(section.lora_rank_pattern, "lora_rank_pattern", modules)
     alphas = _pattern(section.lora_alpha_pattern, "lora_alpha_pattern", modules)
@@ -78,6 +80,7 @@ def add_adapter(module: torch.nn.Module, section, family: ModuleType, *, part: s
         if f".{ADAPTER}" in name:
             weight.data = weight.data.float()
             weight.requires_grad_(True)
+    lean.make_lean(module)
     rank_of = {name: int(_matching(ranks, name, section.lora_rank)) for name in modules}
     alpha_of = {name: float(_matching(alphas, name, alpha)) for name in modules}
     return Adapter(part=part, algorithm=section.lora_algorithm, modules=modules, ranks=rank_of, alphas=alpha_of)

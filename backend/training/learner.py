@@ -51,9 +51,14 @@ class Learner(torch.nn.Module):
         super().__init__()
         self.parts = torch.nn.ModuleDict(parts)
         self.family, self.tokenizer, self.dtype = family, tokenizer, dtype
+        self.lean = False  # the adapters compute in `dtype` by themselves
 
     def named_parts(self) -> dict:
         return {**self.parts, "tokenizer": self.tokenizer}
+
+    def _casting(self, device: torch.device):
+        """With lean adapters the network computes as when a picture is drawn; other weights that train are float32 and need autocast."""
+        return torch.autocast(device.type, enabled=False) if self.lean else contextlib.nullcontext()
 
     def condition(self, material: Material):
         device = material.latents.device
@@ -71,7 +76,8 @@ class Learner(torch.nn.Module):
             each = errors(self._drawn(material, condition), material.latents, material.mask)
             return (each * material.weights).sum(), each.detach()
         x = noisy(material.latents, material.draws).to(self.dtype)
-        velocity = self.family.predict(self.named_parts(), x, material.draws.sigma, condition)
+        with self._casting(x.device):
+            velocity = self.family.predict(self.named_parts(), x, material.draws.sigma, condition)
         each = errors(velocity, material.draws.noise - material.latents, material.mask)
         weighted = each * level_weight(material.draws.sigma, loss) * material.weights
         return weighted.sum(), each.detach()
@@ -81,7 +87,8 @@ class Learner(torch.nn.Module):
         x, levels = material.draws.noise, material.levels
         for step in range(len(levels) - 1):
             sigma = levels[step].expand(len(x))
-            velocity = self.family.predict(self.named_parts(), x.to(self.dtype), sigma, condition)
+            with self._casting(x.device):
+                velocity = self.family.predict(self.named_parts(), x.to(self.dtype), sigma, condition)
             x = x + (levels[step + 1] - levels[step]) * velocity.float()
         return x
 

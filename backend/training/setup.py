@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from backend.training.frozen import keeping
 from backend.training.learner import Learner, named_trainable
 from backend.training.material import Source, Wishes, fill_prompts, free_memory, prepare_source, split_off
 from backend.training.optimizers import Beside, Mean, make_optimizers
+from backend.training.quantised import Quantised, read_options
 from backend.training.reporter import Reporter
 from backend.training.run import Run, gather, lora_part, trained_parts
 
@@ -34,17 +35,22 @@ class Loader:
     base: Base
     trained: tuple[str, ...]
     kept: Mapping[str, VramConfig]
+    quantised: Mapping[str, Quantised]
+    split_bytes: int | None
     dtype: torch.dtype
     device: torch.device
     through_ram: bool
     tokenizer: object
     parts: dict[str, torch.nn.Module] = field(default_factory=dict)
 
-    def __call__(self, names: Iterable[str], *, to_train: bool = False) -> dict:
+    def __call__(
+        self, names: Iterable[str], *, to_train: bool = False, before_rounding: Callable[[str, torch.nn.Module], None] | None = None
+    ) -> dict:  # fmt: skip
         missing = [name for name in names if name not in self.parts]
         self.parts |= load_parts(
             self.base, missing, trained=self.trained if to_train else (), dtype=self.dtype, device=self.device,
-            kept=self.kept, through_ram=self.through_ram,
+            kept=self.kept, quantised=self.quantised, before_rounding=before_rounding, split_bytes=self.split_bytes,
+            through_ram=self.through_ram,
         )  # fmt: skip
         return {**{name: self.parts[name] for name in names}, "tokenizer": self.tokenizer}
 
@@ -88,15 +94,20 @@ def make_loader(config, accelerator) -> Loader:
     trained, part, device = trained_parts(config), lora_part(config), accelerator.device
     dtype = _dtype(config, device)
     _check_parts(base.spec.parts, (*trained, *([part] if part else [])), title=base.spec.title)
+    flowing = () if config.training.task.endswith(":data_process") else ("dit", *([part] if part else []))
+    quantised = read_options(config.model.quant_options, base.entries, base.spec.parts, trained=trained, flowing=flowing)
     kept = keeping(
-        config.model, config.memory, base.entries, base.spec.parts, trained=trained, device=device, dtype=dtype
-    )
-    if config.lora.lora_algorithm == "dora" and part in kept:
+        config.model, config.memory, base.entries, base.spec.parts, trained=trained, device=device, dtype=dtype,
+        quantised=quantised,
+    )  # fmt: skip
+    if config.lora.lora_algorithm == "dora" and part in (*kept, *quantised):
         raise Trouble(
-            "bad_value", f"DoRA needs the weights of {part} in full, not in FP8 or offloaded.", hint="Use lora."
+            "bad_value", f"DoRA needs the weights of {part} in full, not in FP8, quantised or offloaded.", hint="Use lora."
         )
+    split = config.memory.cpu_offload_split_threshold
     return Loader(
-        base=base, trained=trained, kept=kept, dtype=dtype, device=device,
+        base=base, trained=trained, kept=kept, quantised=quantised, split_bytes=None if split is None else split * 2**20,
+        dtype=dtype, device=device,
         through_ram=config.model.initialize_model_on_cpu, tokenizer=base.family.load_tokenizer(_tokenizer(config, base)),
     )  # fmt: skip
 
@@ -132,11 +143,18 @@ def read_data(config, *, index: Path) -> Dataset:
 def make_learner(config, load: Loader, source: Source) -> tuple[Learner, Adapter | None]:
     """The module that trains, with its adapter; encoders that are no longer needed are dropped first."""
     needed = ["dit"] if source.texts is not None else ["dit", "text_encoder"]
-    load.drop_all_but(set(needed) - set(load.trained))
-    parts = {name: module for name, module in load(needed, to_train=True).items() if name in needed}
+    merging = _preset_part(config.lora, needed)
+    rounded = {merging} & set(load.quantised)  # a LoRA is merged into full weights, before they are rounded
+    load.drop_all_but(set(needed) - set(load.trained) - rounded)
+
+    def merge(name: str, module: torch.nn.Module) -> None:
+        if name == merging:
+            _merge_preset(module, name, config.lora, load, hot=name in load.kept)
+
+    parts = {name: module for name, module in load(needed, to_train=True, before_rounding=merge).items() if name in needed}
     plain_on_cpu(parts["dit"], tokens=max(height * width for height, width in source.sizes) // 256)
-    if config.lora.preset_lora_path:
-        _merge_preset(parts, config.lora, load)
+    if merging and not rounded:
+        merge(merging, parts[merging])
     learner = Learner(load.base.family, parts, tokenizer=load.tokenizer, dtype=load.dtype)
     adapter = _make_trainable(learner, config, load.base, load.trained, lora_part(config))
     memory = config.memory
@@ -149,13 +167,20 @@ def make_learner(config, load: Loader, source: Source) -> tuple[Learner, Adapter
     return learner, adapter
 
 
-def _merge_preset(parts: dict[str, torch.nn.Module], lora, load: Loader) -> None:
-    """Merges a LoRA into the base, so that a new one learns the difference to both; beside weights that are not kept in full."""
+def _preset_part(lora, parts: Iterable[str]) -> str | None:
+    """The part that the preset LoRA goes into, if there is one."""
+    if not lora.preset_lora_path:
+        return None
     part = lora.preset_lora_model or "dit"
     if part not in parts:
         raise Trouble("bad_value", f"The preset LoRA cannot go into {part!r} (--preset_lora_model).", hint="Use dit.")
-    adapters = Adapters({part: parts[part]}, family=load.base.family, specs={part: load.base.spec.parts[part]})
-    adapters.add(lora.preset_lora_path, strength=1.0, hot=part in load.kept)
+    return part
+
+
+def _merge_preset(module: torch.nn.Module, part: str, lora, load: Loader, *, hot: bool) -> None:
+    """Merges a LoRA into the base, so that a new one learns the difference to both; beside weights that are not kept in full."""
+    adapters = Adapters({part: module}, family=load.base.family, specs={part: load.base.spec.parts[part]})
+    adapters.add(lora.preset_lora_path, strength=1.0, hot=hot)
 
 
 def _dtype(config, device: torch.device) -> torch.dtype:
@@ -203,6 +228,10 @@ def _make_trainable(learner: Learner, config, base: Base, trained: tuple[str, ..
             _begin_from(learner, adapter, Path(config.lora.lora_checkpoint))
     for name in trained:
         learner.parts[name].requires_grad_(True)
+    if part:
+        from backend.engine.lean import computes_alone
+
+        learner.lean = computes_alone(learner.parts["dit"])
     for name, module in learner.parts.items():
         module.train(name in trained or name == part)
     return adapter
