@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from backend.engine.held import Pass
 from backend.engine.motion import Layer, Motion
@@ -39,6 +41,20 @@ class Call:
         slots = [motion.fetched.find(self.unit.position)] * self.block_held
         slots += [motion.cast.find(self.layer.key)] * self.layer_held if self.layer else []
         return [slot.buffer for slot in slots]
+
+
+def watch(placement) -> list[RemovableHandle]:
+    """Before each use of a block or a layer its weights are brought, and after it they go, until the hooks are removed."""
+    hooks = []
+    for unit in placement.units:
+        own = [layer for layer in placement.layers if layer.unit is unit]
+        watched = [(unit.module, None)] * unit.block + [(layer.module, layer) for layer in own]
+        for module, layer in watched:
+            hooks.append(module.register_forward_pre_hook(partial(before, placement, unit, layer), with_kwargs=True))
+        for module, layer in reversed(watched):
+            hook = partial(after, placement, unit, layer)
+            hooks.append(module.register_forward_hook(hook, with_kwargs=True, always_call=True))
+    return hooks
 
 
 def before(placement, unit: Unit, layer: Layer | None, module: nn.Module, args: tuple, kwargs: dict):

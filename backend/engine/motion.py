@@ -7,6 +7,7 @@ before that layer computes: a whole block in bfloat16 would be a large part of w
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from backend.engine.quantize import has_special, is_float8
 from backend.engine.staging import Buffers, Fetcher, Order, Slot
 from backend.engine.stream import Layout, lay_out, views
 from backend.engine.units import Source, Unit, convert
+
+_KEYS = itertools.count()  # no layer's key is ever another's
 
 
 @dataclass(eq=False)
@@ -227,16 +230,19 @@ def _bytes_of(unit: Unit):
     return unit.spans if unit.stored is None else unit.stored.buffer
 
 
-def find_layers(units: list[Unit]) -> list[Layer]:
-    """The modules that own tensors, unit by unit."""
+def find_layers(units: list[Unit], whole: bool = False) -> list[Layer]:
+    """The modules that own tensors, unit by unit; with `whole`, each block as if it were one layer."""
     found: list[Layer] = []
     for unit in units:
+        if whole and unit.block:
+            found.append(Layer(unit.module, unit, dict.fromkeys(range(len(unit.names)), ""), next(_KEYS)))
+            continue
         owned: dict[nn.Module, dict[int, str]] = {}
         for index, places in enumerate(unit.targets):
             for owner, leaf in places:
                 owned.setdefault(owner, {})[index] = leaf
         for owner, leaves in owned.items():
-            found.append(Layer(owner, unit, leaves, key=len(found)))
+            found.append(Layer(owner, unit, leaves, next(_KEYS)))
     return found
 
 

@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import nn
 
 from backend.catalog.spec import PartSpec
 from backend.engine import load, memory
-from backend.engine.calls import Call, after, before
+from backend.engine.calls import Call, watch
 from backend.engine.held import Pass
 from backend.engine.motion import Motion, cast_bytes, find_layers, source_of
 from backend.engine.quantize import is_float8
@@ -93,11 +92,9 @@ class Placement:
         self.lock = threading.RLock()
         self.calls: list[Call] = []
         self.passes: set[Pass] = set()
-        self._hooks = []
         self.motion.make_parameters(self.units)
         self.layers = find_layers(self.units)
-        if not states.resident:
-            self._watch()
+        self._hooks = [] if states.resident else watch(self)
         _move_others(module, self._by_name, self.device)
 
     @property
@@ -156,6 +153,18 @@ class Placement:
     def offload(self) -> None:
         """The part is not called soon: staging, and whatever is nearer than the offload state, is given back."""
         self._settle("offload")
+
+    def hold_whole(self, whole: bool) -> None:
+        """Whether a block's weights come, and are cast, all together before the block is called, as a compiled block needs them, or
+        layer by layer, which takes a smaller buffer. Parks the part."""
+        self.offload()
+        with self.lock:
+            self.motion.empty()
+            self.layers = find_layers(self.units, whole)
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = [] if self.states.resident else watch(self)
+            self._plan()
 
     def close(self) -> None:
         """Gives everything back, open files and the reading thread included; the module keeps its shapes, on the meta device."""
@@ -272,18 +281,6 @@ class Placement:
                 layouts += [] if preparing is None else [stored_layout(layer.unit, preparing.dtype)]
                 largest = max(largest, *(cast_bytes(layer, layout) for layout in layouts))
         return largest
-
-    def _watch(self) -> None:
-        """Before each use of a block or a layer its weights are brought, and after it they go."""
-        for unit in self.units:
-            own = [layer for layer in self.layers if layer.unit is unit]
-            watched = [(unit.module, None)] * unit.block + [(layer.module, layer) for layer in own]
-            for module, layer in watched:
-                hook = partial(before, self, unit, layer)
-                self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-            for module, layer in reversed(watched):
-                hook = partial(after, self, unit, layer)
-                self._hooks.append(module.register_forward_hook(hook, with_kwargs=True, always_call=True))
 
 
 def _move_others(module: nn.Module, known: dict[str, Unit], device: torch.device) -> None:
