@@ -48,6 +48,7 @@ def place(
     device: torch.device | str,
     resident: tuple[int, ...] | None = None,
     staging: int = STAGING,
+    split_bytes: int | None = None,
     reader: Reader | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> Placement:
@@ -55,7 +56,7 @@ def place(
 
     `vram_limit_bytes`: how much of the computing device this part's weights, staging included, may take for blocks to wait in the preparing
     state; None: all blocks may, 0: none. `resident`: numbers of the blocks that may instead (a plan's choice). `device` computes where `config` names none, in the dtype of the file (bfloat16 for 8-bit files).
-    `staging`: buffers for fetched blocks, 2 or 3. `reader` reads files. `on_bytes(done, total)` is told of progress.
+    `staging`: buffers for fetched blocks, 2 or 3. `split_bytes`: larger blocks move in pieces, child by child. `reader` reads files. `on_bytes(done, total)` is told of progress.
     Raises Trouble for a setting that makes no sense.
     """
     check_limit(vram_limit_bytes)
@@ -63,7 +64,8 @@ def place(
     known = isinstance(stored, torch.dtype) and stored.is_floating_point and not is_float8(stored)
     states = read_states(config, device=device, dtype=stored if known else torch.bfloat16)
     check_files(part, states)
-    placement = Placement(module, part, states, vram_limit_bytes, resident, staging, reader or Reader())
+    units = find_units(module, part, states.computation.dtype, split_bytes)
+    placement = Placement(module, part, units, states, vram_limit_bytes, resident, staging, reader or Reader())
     placement._fill(on_bytes)
     module.__dict__[_PLACED] = placement
     return placement
@@ -78,12 +80,12 @@ class Placement:
     """The weights of one placed module. Made by `place`; begins in the offload state, in which the module may be called as well."""
 
     def __init__(
-        self, module: nn.Module, part: PartSpec, states: States, limit, resident, staging: int, reader: Reader
-    ):
+        self, module: nn.Module, part: PartSpec, units: list[Unit], states: States, limit, resident, staging: int, reader: Reader
+    ):  # fmt: skip
         self.module, self.part, self.states, self.limit_bytes = module.eval(), part, states, limit
         self.level, self.resident = "offload", resident
         self.device, self.dtype = states.computation.device, states.computation.dtype
-        self.units = find_units(module, part, self.dtype)
+        self.units = units
         self._by_name = {name: unit for unit in self.units for name in unit.names}
         self._reader = reader
         self._residence = Residence(reader, self.device)

@@ -72,19 +72,28 @@ class Stored(Source):
     private_bytes: int
 
 
-def find_units(module: nn.Module, part: PartSpec, computing: torch.dtype) -> list[Unit]:
-    """Every parameter and buffer of `module` that `part` knows the place of, in units; blocks in the order of the module."""
+def find_units(
+    module: nn.Module, part: PartSpec, computing: torch.dtype, split_bytes: int | None = None
+) -> list[Unit]:
+    """Every parameter and buffer of `module` that `part` knows the place of, in units; blocks in the order of the module.
+
+    `split_bytes`: a block that is larger in the file is cut into its children, they into theirs, until all are smaller or have none.
+    """
     lists = _block_lists(module, part)
+    sizes = _sizes(part) if split_bytes is not None else {}
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     groups: dict[str, dict[str, None]] = {}
     names = {}
     for name, owner, leaf, tensor in _named_tensors(module):
         owners.setdefault(id(tensor), []).append((owner, leaf))
         if name in part.tensors and names.setdefault(id(tensor), name) == name:
-            groups.setdefault(_group_of(name, lists), {})[name] = None
+            group = _group_of(name, lists)
+            if split_bytes is not None and group.rpartition(".")[0] in lists:
+                group = _piece_of(name, group, sizes, split_bytes)
+            groups.setdefault(group, {})[name] = None
     found = []
     for group, members in groups.items():
-        block = group.rpartition(".")[0] in lists
+        block = any(group.startswith(f"{path}.") for path in lists)
         targets = {name: tuple(owners[id(_tensor(module, name))]) for name in members}
         found.append(_make_unit(len(found), group, block, module, part, targets, computing))
     return sorted(found, key=lambda unit: unit.position)
@@ -129,6 +138,27 @@ def _group_of(name: str, lists: tuple[str, ...]) -> str:
         if not any(f"{other}.".startswith(f"{path}.") for other in lists):
             return path
     return ".".join(steps)
+
+
+def _sizes(part: PartSpec) -> dict[str, int]:
+    """Bytes in the file under every module path."""
+    sizes: dict[str, int] = {}
+    for name, at in part.tensors.items():
+        steps = name.split(".")
+        for depth in range(1, len(steps)):
+            path = ".".join(steps[:depth])
+            sizes[path] = sizes.get(path, 0) + at.nbytes
+    return sizes
+
+
+def _piece_of(name: str, block: str, sizes: dict[str, int], split_bytes: int) -> str:
+    """The outermost module from `block` inwards around `name` that is small enough, or the innermost."""
+    path, steps = block, name[len(block) + 1 :].split(".")[:-1]
+    for step in steps:
+        if sizes[path] <= split_bytes:
+            break
+        path = f"{path}.{step}"
+    return path
 
 
 def _make_unit(position, group, block, module, part, targets, computing) -> Unit:

@@ -266,6 +266,20 @@ def test_blocks_of_the_callers_choice_may_stay(small):
     placed.close()
 
 
+def test_large_blocks_may_move_in_pieces(small):
+    part, build = small(num_blocks=4)
+    answers, staging = [], []
+    for split_bytes in (None, 10_000, 0):
+        module, placed = put(part, build, DISK, split_bytes=split_bytes)
+        placed.onload()
+        answers += [call(module), call(module)]
+        staging.append(placed.held_bytes()["staging"])
+        assert sorted(name for unit in placed.units for name in unit.names) == sorted(part.tensors)
+        placed.close()
+    assert all(torch.equal(answer, answers[0]) for answer in answers)
+    assert staging[0] > 1.5 * staging[1] > 0 and staging[1] >= staging[2]
+
+
 def test_fp8_takes_one_byte_a_number_and_offload_gives_back(small):
     part, build = small()
     matrices = sum(at.nbytes // 2 for name, at in part.tensors.items() if "blocks" in name and len(at.shape) == 2)
