@@ -22,6 +22,11 @@ class ModelSection:
     tokenizer_path: str | None = knob(
         None, help="Tokenizer as `id:pattern` or a folder; by default the one beside the model.", level="advanced"
     )
+    processor_path: str | None = knob(
+        None,
+        help="Processor of the text encoder's pictures as `id:pattern` or a folder, for models that read pictures.",
+        level="advanced",
+    )
     fp8_models: str | None = knob(
         None,
         help="Frozen parts to keep in FP8, comma-separated: entries as in `model_paths` or `model_id_with_origin_paths`.",
@@ -31,6 +36,13 @@ class ModelSection:
     offload_models: str | None = knob(
         None,
         help="Frozen parts to keep in RAM and fetch block by block, comma-separated: entries as for `fp8_models`.",
+        level="advanced",
+    )
+    quant_options: str | None = knob(
+        None,
+        help="Frozen parts to quantise, semicolon-separated `model:method[/layers left out]`, the model as for `fp8_models`. Methods: int8; "
+        "bitsandbytes_nf4, _fp4, _int8 and torchao_int8_w8a16, _fp8_w8a16 with those packages.",
+        label="Quantisation",
         level="advanced",
     )
     initialize_model_on_cpu: bool = knob(
@@ -66,6 +78,12 @@ class DatasetSection:
     data_file_keys: tuple[str, ...] = knob(
         ("image",), help="Metadata columns that name files; the first one present is the picture.", level="advanced"
     )
+    extra_inputs: str | None = knob(
+        None,
+        help="Further columns of the metadata file that the run takes, comma-separated. For direct_distill: seed, rand_device, "
+        "num_inference_steps, cfg_scale.",
+        level="advanced",
+    )
     height: int | None = knob(
         None, help="Fixed height; without it sizes follow the pictures.", low=16, high=8192, unit="px"
     )
@@ -78,6 +96,13 @@ class DatasetSection:
         low=256,
         high=2**26,
         unit="px",
+    )
+    num_frames: int | None = knob(
+        None,
+        help="Frames of a video. Models of single pictures take 1 or nothing.",
+        low=1,
+        high=10**5,
+        level="advanced",
     )
     trigger_word: str = knob("", help="Put before every caption that does not hold it yet.")
     caption_dropout: float = knob(

@@ -26,7 +26,9 @@ class TrainingSection:
         choices=TASKS,
         level="advanced",
     )
-    learning_rate: float = knob(1e-4, help="How large each step is. 1e-4 suits a LoRA of a large model.", low=0.0, high=10.0)
+    learning_rate: float = knob(
+        1e-4, help="How large each step is. 1e-4 suits a LoRA of a large model.", low=0.0, high=10.0
+    )
     learning_rates: str | None = knob(
         None, help="Learning rates of single parts: `text_encoder=2e-5`, comma-separated.", level="advanced"
     )
@@ -157,6 +159,15 @@ class MemorySection:
         False,
         help="Keep frozen weights in RAM and fetch them block by block, forwards and backwards. On a CPU they stay in the file.",
         label="Model CPU offload",
+        level="advanced",
+    )
+    cpu_offload_split_threshold: int | None = knob(
+        None,
+        help="Blocks with more than this are fetched in pieces, child by child: less memory for the fetched, more transfers. Empty: whole "
+        "blocks.",
+        low=0,
+        high=10**6,
+        unit="MiB",
         level="advanced",
     )
     enable_optimizer_cpu_offload: bool = knob(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +19,8 @@ from backend.families import FAMILIES, by_name
 from backend.schema.messages import Trouble
 from backend.schema.vram import VramConfig
 from backend.training import frozen
+from backend.training.frozen import listed_paths
+from backend.training.quantised import Quantised, quantise
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -75,23 +76,6 @@ def _entries(section) -> dict[str, list[Path]]:
     return entries
 
 
-def listed_paths(text: str | None) -> list[list[str]]:
-    """`--model_paths`: a JSON list of files, or of lists of shards; one file alone may stand without brackets."""
-    if not text:
-        return []
-    try:
-        listed = json.loads(text) if text.lstrip().startswith(("[", '"')) else [text]
-        groups = [
-            [entry] if isinstance(entry, str) else list(entry)
-            for entry in ([listed] if isinstance(listed, str) else listed)
-        ]
-        if all(isinstance(shard, str) for group in groups for shard in group):
-            return groups
-    except (ValueError, TypeError):
-        pass
-    raise Trouble("bad_value", f"Model paths (--model_paths) are {text!r}, not a JSON list of files.")
-
-
 def _files(path: Path) -> list[Path]:
     if path.is_dir():
         return sorted(path.glob("*.safetensors"))
@@ -108,11 +92,15 @@ def load_parts(
     dtype: torch.dtype,
     device: torch.device,
     kept: Mapping[str, VramConfig] | None = None,
+    quantised: Mapping[str, Quantised] | None = None,
+    before_rounding: Callable[[str, torch.nn.Module], None] | None = None,
+    split_bytes: int | None = None,
     through_ram: bool = False,
 ) -> dict[str, torch.nn.Module]:
     """Modules by part. Those in `trained` are in float32, the VAE too (it runs once per picture); the rest in `dtype`.
 
-    `kept` says where the weights of some frozen parts lie (`frozen.keeping`). `through_ram`: a part is loaded in RAM first.
+    `kept` says where the weights of some frozen parts lie (`frozen.keeping`; `split_bytes`: in which pieces they are fetched), `quantised` which
+    are rounded to fewer bits, after `before_rounding` has been called with each such part. `through_ram`: a part is loaded in RAM first.
     """
     parts = {}
     for name in names:
@@ -122,7 +110,12 @@ def load_parts(
                 hint=f"Name its file too; there are {', '.join(base.spec.parts)}.",
             )  # fmt: skip
         if kept and name in kept:
-            module = frozen.place(base.spec.parts[name], kept[name], device=device)
+            module = frozen.place(base.spec.parts[name], kept[name], device=device, split_bytes=split_bytes)
+        elif quantised and name in quantised:
+            module = load_part(base.spec.parts[name], dtype=dtype, device="cpu")
+            if before_rounding:
+                before_rounding(name, module)
+            module = quantise(module, quantised[name], part=name, device=device)
         else:
             wanted = torch.float32 if name in trained or name == "vae" else dtype
             module = load_part(base.spec.parts[name], dtype=wanted, device="cpu" if through_ram else device)

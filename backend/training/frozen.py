@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -17,15 +18,16 @@ FP8 = "float8_e4m3fn"
 
 def keeping(
     model, memory, entries: Mapping[str, str], parts: Mapping[str, PartSpec], *, trained: tuple[str, ...], device: torch.device,
-    dtype: torch.dtype,
+    dtype: torch.dtype, quantised: Collection[str] = (),
 ) -> dict[str, VramConfig]:  # fmt: skip
     """Part -> its four states, for the parts that are not simply kept where they compute.
 
     `fp8_models` and `offload_models` name parts as they were given on the command line (`entries`), or by their own names; an entry that names
-    none is an error, and so is a part whose own weights train.
+    none is an error, and so are a part whose own weights train and one that is `quantised`.
     """
     eight = _named(model.fp8_models, "fp8_models", entries, parts)
     away = _named(model.offload_models, "offload_models", entries, parts)
+    _check_split(memory, away)
     for name in eight:
         if name in trained:
             raise Trouble(
@@ -38,27 +40,62 @@ def keeping(
         )
     if memory.enable_model_cpu_offload:
         away |= set(parts) - set(trained)
+    for name in sorted((eight | away) & set(quantised)):
+        flag = "fp8_models" if name in eight else "enable_model_cpu_offload or --offload_models"
+        raise Trouble(
+            "bad_value", f"The part {name} is quantised (--quant_options), and such weights are neither moved nor stored in FP8 (--{flag}).",
+            hint="Name it in one of them only; --offload_models names single parts.",
+        )  # fmt: skip
     return {
         name: _states(name in eight, name in away, device, torch.float32 if name == "vae" else dtype)
         for name in {*eight, *away}
     }
 
 
+def _check_split(memory, away: Collection[str]) -> None:
+    if memory.cpu_offload_split_threshold is not None and not memory.enable_model_cpu_offload and not away:
+        raise Trouble(
+            "bad_value", "--cpu_offload_split_threshold says in which pieces weights are fetched, but none are offloaded.",
+            hint="Set --enable_model_cpu_offload or --offload_models, or leave it out.",
+        )  # fmt: skip
+
+
 def _named(text: str | None, setting: str, entries: Mapping[str, str], parts: Mapping[str, PartSpec]) -> set[str]:
-    found = set()
-    for wanted in (text or "").split(","):
-        wanted = wanted.strip()
-        if not wanted:
-            continue
-        names = {part for part, entry in entries.items() if wanted in (entry, *entry.split(","))} or (
-            {wanted} & set(parts)
-        )
-        if not names:
-            known = [*dict.fromkeys(entry for entry in entries.values() if entry), *parts]
-            raise Trouble("bad_value", f"--{setting} names {wanted!r}, which is no part of this model.",
-                          hint=f"It can be {', '.join(known)}.")  # fmt: skip
-        found |= names
-    return found
+    wanted = (one.strip() for one in (text or "").split(","))
+    return {part for one in wanted if one for part in parts_called(one, setting, entries, parts)}
+
+
+def parts_called(wanted: str, setting: str, entries: Mapping[str, str], parts: Mapping[str, PartSpec]) -> set[str]:
+    """The parts that `wanted` means: an entry of the command line (a JSON list of shards too), a shard, or a part's own name.
+
+    Raises Trouble in the name of `setting` for one that is no part of the model.
+    """
+    joined = (
+        ",".join(shard for group in listed_paths(wanted, setting) for shard in group) if "[" in wanted[:1] else wanted
+    )
+    names = {part for part, entry in entries.items() if joined in (entry, *entry.split(","))} or ({wanted} & set(parts))
+    if not names:
+        known = [*dict.fromkeys(entry for entry in entries.values() if entry), *parts]
+        raise Trouble("bad_value", f"--{setting} names {wanted!r}, which is no part of this model.",
+                      hint=f"It can be {', '.join(known)}.")  # fmt: skip
+    return names
+
+
+def listed_paths(text: str | None, setting: str = "model_paths") -> list[list[str]]:
+    """`--model_paths`: a JSON list of files, or of lists of shards; one file alone may stand without brackets."""
+    if not text:
+        return []
+    try:
+        listed = json.loads(text) if text.lstrip().startswith(("[", '"')) else [text]
+        groups = [
+            [entry] if isinstance(entry, str) else list(entry)
+            for entry in ([listed] if isinstance(listed, str) else listed)
+        ]
+        if all(isinstance(shard, str) for group in groups for shard in group):
+            return groups
+    except (ValueError, TypeError):
+        pass
+    raise Trouble("bad_value", f"--{setting} holds {text!r}, which is not a JSON list of files.")
 
 
 def _states(eight: bool, away: bool, device: torch.device, dtype: torch.dtype) -> VramConfig:
@@ -77,8 +114,13 @@ def _name(device: torch.device) -> str:
     return "cpu" if device.type == "cpu" else str(device)
 
 
-def place(part: PartSpec, states: VramConfig, *, device: torch.device) -> torch.nn.Module:
-    """The part's network with its weights where `states` says, ready to be called; gradients pass through it to adapters."""
+def place(
+    part: PartSpec, states: VramConfig, *, device: torch.device, split_bytes: int | None = None
+) -> torch.nn.Module:
+    """The part's network with its weights where `states` says, ready to be called; gradients pass through it to adapters.
+
+    `split_bytes`: blocks with more are fetched in pieces, child by child.
+    """
     module = build_meta(part)
-    placement.place(module, part, states, device=device).onload()
+    placement.place(module, part, states, device=device, split_bytes=split_bytes).onload()
     return module.eval().requires_grad_(False)

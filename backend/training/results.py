@@ -10,7 +10,8 @@ import torch
 from backend import __version__
 from backend.schema.knobs import to_values
 from backend.training.adapters import adapter_state
-from backend.training.base import listed_paths, part_digest
+from backend.training.base import part_digest
+from backend.training.frozen import listed_paths
 from backend.training.run import Run
 
 SAVE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

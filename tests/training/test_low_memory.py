@@ -189,3 +189,81 @@ def test_the_documented_fp8_command_on_a_folder_of_models(
         f"epoch-{number}.safetensors" for number in range(5)
     ]
     assert events(out)[-1]["reason"] == "complete"
+
+
+QUANTISED = (
+    "int8",
+    "bitsandbytes_nf4",
+    "bitsandbytes_fp4",
+    "bitsandbytes_int8",
+    "torchao_int8_w8a16",
+    "torchao_fp8_w8a16",
+)
+
+
+@pytest.mark.parametrize("method", QUANTISED)
+def test_a_quantised_base_teaches_nearly_what_the_full_one_does(run_training, events, tmp_path: Path, method: str):
+    package = method.partition("_")[0]
+    if package != "int8":
+        pytest.importorskip(package)
+    assert run_training(tmp_path / "plain", *BASE) == 0
+    flags = ("--quant_options", f"dit:{method}/img_mod.1,proj_out;text_encoder:{method}", "--no-data_cache")
+    assert run_training(tmp_path / "rounded", *BASE, *flags, "--save_steps", 2) == 0
+    losses = [
+        [event["loss"] for event in events(tmp_path / run) if event["event"] == "step"] for run in ("plain", "rounded")
+    ]
+    assert losses[0] != losses[1]
+    assert all(abs(one - other) < 0.1 * one for one, other in zip(*losses, strict=True))
+    assert (
+        float(torch.nn.functional.cosine_similarity(weights(tmp_path / "plain"), weights(tmp_path / "rounded"), dim=0))
+        > 0.9
+    )
+    plain, rounded = (load_file(tmp_path / run / "step-3.safetensors") for run in ("plain", "rounded"))
+    assert {name: value.shape for name, value in plain.items()} == {
+        name: value.shape for name, value in rounded.items()
+    }
+    whole = weights(tmp_path / "rounded")
+    shutil.rmtree(tmp_path / "rounded" / "checkpoints" / "step-000003")
+    assert run_training(tmp_path / "rounded", *BASE, *flags, "--resume_from_checkpoint", "latest") == 0
+    assert torch.equal(weights(tmp_path / "rounded"), whole)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--quant_options", "dit"), "is not `model:method`"),
+        (("--quant_options", "dit:nf5"), "no quantisation method 'nf5'"),
+        (("--quant_options", "unet:int8"), "names 'unet', which is no part"),
+        (("--quant_options", "dit:int8/no_such"), "leaves out 'no_such'"),
+        (("--quant_options", "vae:int8"), "no linear layer to quantise"),
+        (("--quant_options", "dit:int8", "--trainable_models", "dit"), "cannot be quantised"),
+        (("--quant_options", "dit:int8", "--lora_algorithm", "dora"), "DoRA needs the weights"),
+        (("--quant_options", "dit:int8", "--fp8_models", "dit"), "is quantised (--quant_options)"),
+        (("--quant_options", "dit:int8", "--enable_model_cpu_offload"), "is quantised (--quant_options)"),
+        (("--cpu_offload_split_threshold", "10"), "but none are offloaded"),
+    ],
+)
+def test_what_cannot_be_quantised_or_split_is_refused(run_training, tmp_path: Path, capsys, flags, words):
+    assert run_training(tmp_path / "run", *BASE, *flags) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_methods_say_what_they_lack(tmp_path: Path, monkeypatch):
+    import importlib.util
+
+    from backend.schema.messages import Trouble
+    from backend.training.quantised import read_options
+
+    asked = {"entries": {}, "parts": {"dit": None}, "trained": (), "flowing": ("dit",)}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(Trouble, match="needs the package bitsandbytes") as missing:
+        read_options("dit:bitsandbytes_nf4", **asked)
+    assert "pip install bitsandbytes" in missing.value.hint
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(Trouble, match="torchao_int4_w4a16 of dit .* passes no gradients"):
+        read_options("dit:torchao_int4_w4a16", **asked)
+    shards = '["a-1.safetensors", "a-2.safetensors"]:int8/to_q,to_k'
+    found = read_options(
+        shards, {"dit": "a-1.safetensors,a-2.safetensors"}, {"dit": None}, trained=(), flowing=("dit",)
+    )
+    assert (found["dit"].method, found["dit"].excluded) == ("int8", ("to_q", "to_k"))

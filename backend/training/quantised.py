@@ -1,0 +1,207 @@
+"""Frozen parts whose linear layers keep their weights in 8 or 4 bits (`--quant_options`), by Loft's own int8 or by an installed package.
+
+Every layer goes to the device and is rounded there alone, so a part is never on the device in full. Rounding is a function of the file,
+so a resumed run has the same base as before; what is saved is the adapter alone, in the form that it has beside a full base.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.nn import Linear
+from torch.nn import functional as F
+
+from backend.catalog.spec import PartSpec
+from backend.schema.messages import Trouble
+from backend.training.frozen import parts_called
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to keep a linear layer: what has to be installed for it, and whether gradients pass through it."""
+
+    package: str  # "" for Loft's own
+    make: Callable[[Linear], Linear]
+    gradients: bool = True
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """What `--quant_options` says of one part: the method's name, and the ends of names of layers that stay as they are."""
+
+    method: str
+    excluded: tuple[str, ...] = ()
+
+
+def read_options(
+    text: str | None, entries: Mapping[str, str], parts: Mapping[str, PartSpec], *, trained: tuple[str, ...], flowing: tuple[str, ...]
+) -> dict[str, Quantised]:  # fmt: skip
+    """Part -> how it is quantised, from `MODEL:METHOD[/LAYER,LAYER]`, separated by semicolons.
+
+    MODEL is an entry of the command line or a part's name, as for `--fp8_models`. Raises Trouble for a name that is none, a part in `trained`
+    (its own weights train), and a method through which no gradients pass for a part in `flowing` (they have to pass there).
+    """
+    found: dict[str, Quantised] = {}
+    for entry in (text or "").split(";"):
+        if not entry.strip():
+            continue
+        model, _, how = entry.strip().rpartition(":")
+        name, _, excluded = how.partition("/")
+        if not model:
+            raise Trouble(
+                "bad_value",
+                f"{entry.strip()!r} in --quant_options is not `model:method`.",
+                hint="For example dit:int8.",
+            )
+        method = _method(name.strip())
+        layers = tuple(layer.strip() for layer in excluded.split(",") if layer.strip())
+        for part in sorted(parts_called(model.strip(), "quant_options", entries, parts)):
+            _check_part(part, name.strip(), method, trained=trained, flowing=flowing)
+            found[part] = Quantised(name.strip(), layers)
+    return found
+
+
+def _method(name: str) -> Method:
+    if name not in METHODS:
+        raise Trouble(
+            "bad_value", f"There is no quantisation method {name!r} (--quant_options).", hint=f"There are {', '.join(METHODS)}."
+        )  # fmt: skip
+    package = METHODS[name].package
+    if package and importlib.util.find_spec(package) is None:
+        raise Trouble(
+            "missing_package", f"The quantisation {name} (--quant_options) needs the package {package}, which is not installed.",
+            hint=f"pip install {package}; or use int8, which needs none.",
+        )  # fmt: skip
+    return METHODS[name]
+
+
+def _check_part(part: str, name: str, method: Method, *, trained: tuple[str, ...], flowing: tuple[str, ...]) -> None:
+    if part in trained:
+        raise Trouble(
+            "bad_value", f"The part {part} cannot be quantised (--quant_options) while its own weights train.",
+            hint="Train a LoRA on it, or leave it out of --quant_options.",
+        )  # fmt: skip
+    if part in flowing and not method.gradients:
+        able = [other for other, one in METHODS.items() if one.gradients]
+        raise Trouble(
+            "bad_value", f"The quantisation {name} of {part} (--quant_options) passes no gradients, so no LoRA could learn there.",
+            hint=f"Use one of {', '.join(able)}.",
+        )  # fmt: skip
+
+
+def quantise(module: torch.nn.Module, how: Quantised, *, part: str, device: torch.device) -> torch.nn.Module:
+    """Rounds the linear layers of `module` in place, each brought to `device` by itself, and then brings the rest there."""
+    layers = {name: layer for name, layer in module.named_modules() if type(layer) is Linear}
+    for end in how.excluded:
+        if not any(_ends(name, end) for name in layers):
+            raise Trouble(
+                "bad_value", f"--quant_options leaves out {end!r}, but {part} has no linear layer of that name."
+            )
+    chosen = [name for name in layers if not any(_ends(name, end) for end in how.excluded)]
+    if not chosen:
+        raise Trouble("bad_value", f"The part {part} has no linear layer to quantise (--quant_options).")
+    for name in chosen:
+        owner, _, leaf = name.rpartition(".")
+        try:
+            layer = METHODS[how.method].make(layers[name].to(device))
+        except (ImportError, NotImplementedError, RuntimeError, AssertionError, ValueError) as error:
+            raise Trouble(
+                "not_supported", f"The quantisation {how.method} does not work here for {part}.{name}: {str(error)[:300]}",
+                hint="Use int8, or another method.",
+            ) from None  # fmt: skip
+        setattr(module.get_submodule(owner), leaf, layer)
+    return module.to(device).requires_grad_(False)
+
+
+def _ends(name: str, end: str) -> bool:
+    return name == end or name.endswith(f".{end}")
+
+
+class Int8Linear(Linear):
+    """A linear layer of whole numbers from -127 to 127 with a factor for each row: a byte a weight, and half a step of rounding."""
+
+    def __init__(self, layer: Linear):
+        super().__init__(layer.in_features, layer.out_features, bias=False, device="meta", dtype=layer.weight.dtype)
+        weight = layer.weight.detach().float()
+        scale = weight.abs().amax(dim=1, keepdim=True).div_(127).clamp_min_(1e-7).to(layer.weight.dtype)
+        codes = torch.round(weight / scale.float()).clamp_(-128, 127).to(torch.int8)
+        self.weight, self.bias = torch.nn.Parameter(codes, requires_grad=False), layer.bias
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        out = _Rounded.apply(x, self.weight, self.scale)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+
+class _Rounded(torch.autograd.Function):
+    """x @ weight.T; neither pass keeps the weight in full beyond the product."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.codes, ctx.scale = codes, scale
+        return F.linear(x, _full(codes, scale, x.dtype))
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        return gradient @ _full(ctx.codes, ctx.scale, gradient.dtype), None, None
+
+
+def _full(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return codes.to(dtype).mul_(scale.to(dtype))  # whole numbers up to 128 are exact in every dtype that computes
+
+
+def _bitsandbytes_4bit(kind: str) -> Callable[[Linear], Linear]:
+    def make(layer: Linear) -> Linear:
+        from bitsandbytes.nn import Linear4bit, Params4bit
+
+        weight, dtype, device = layer.weight.detach(), layer.weight.dtype, layer.weight.device
+        made = Linear4bit(
+            layer.in_features, layer.out_features, bias=False, device="meta", compute_dtype=dtype, quant_type=kind
+        )
+        made.weight, made.bias = Params4bit(weight.cpu(), requires_grad=False, quant_type=kind), layer.bias
+        return made.to(device)
+
+    return make
+
+
+def _bitsandbytes_int8(layer: Linear) -> Linear:
+    from bitsandbytes.nn import Int8Params, Linear8bitLt
+
+    made = Linear8bitLt(
+        layer.in_features, layer.out_features, bias=False, device="meta", has_fp16_weights=False, threshold=6.0
+    )
+    made.weight = Int8Params(layer.weight.detach().cpu(), requires_grad=False, has_fp16_weights=False)
+    made.bias = layer.bias
+    return made.to(layer.weight.device)
+
+
+def _torchao(config: str) -> Callable[[Linear], Linear]:
+    def make(layer: Linear) -> Linear:
+        from torchao import quantization
+
+        kind = getattr(quantization, config, None)
+        if kind is None:
+            raise ImportError(f"this torchao has no {config}.")
+        held = torch.nn.ModuleList([layer])  # it replaces children of what it is given
+        quantization.quantize_(held, kind())
+        return held[0]
+
+    return make
+
+
+METHODS: dict[str, Method] = {
+    "int8": Method("", Int8Linear),
+    "bitsandbytes_nf4": Method("bitsandbytes", _bitsandbytes_4bit("nf4")),
+    "bitsandbytes_fp4": Method("bitsandbytes", _bitsandbytes_4bit("fp4")),
+    "bitsandbytes_int8": Method("bitsandbytes", _bitsandbytes_int8),
+    "torchao_int8_w8a16": Method("torchao", _torchao("Int8WeightOnlyConfig")),
+    "torchao_fp8_w8a16": Method("torchao", _torchao("Float8WeightOnlyConfig")),
+    "torchao_int4_w4a16": Method("torchao", _torchao("Int4WeightOnlyConfig"), gradients=False),
+    "torchao_int8_w8a8": Method("torchao", _torchao("Int8DynamicActivationInt8WeightConfig"), gradients=False),
+    "torchao_fp8_w8a8": Method("torchao", _torchao("Float8DynamicActivationFloat8WeightConfig"), gradients=False),
+}
