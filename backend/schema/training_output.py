@@ -64,6 +64,9 @@ class SampleSection:
     sample_seed: int = knob(
         0, help="Seed of the first; the next ones count up.", low=0, high=2**53 - 1, level="advanced"
     )
+    sample_strengths: str = knob(
+        "1", help="Strengths of the LoRA at which each is drawn, comma-separated: `0.5,1`.", level="advanced"
+    )
     sample_width: int | None = knob(
         None, help="Width; by default the training size.", low=16, high=8192, unit="px", level="advanced"
     )

@@ -7,11 +7,13 @@ scaler, the random state of every process, and the step, from which order, noise
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -98,6 +100,20 @@ def prune_states(folder: Path, *, keep: int, keep_every: int | None) -> None:
             discard_folder(path)
     for left in (folder / "checkpoints").glob(".step-*.tmp"):
         shutil.rmtree(left, ignore_errors=True)
+
+
+def clear_leftovers(folder: Path, output: Path) -> None:
+    """Deletes what a killed process had begun to write in a run's folders. For the one process that writes there."""
+    for left in [*folder.glob(".preflight-*"), *folder.glob("samples/*/.*.partial"),
+                 *(folder / "checkpoints").glob(".step-*.tmp")]:  # fmt: skip
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
+    for left in output.glob(".*.safetensors.*.tmp"):  # other runs may save their results there too
+        writer = left.name.split(".")[-2]
+        if writer == str(os.getpid()) or not (writer.isdigit() and psutil.pid_exists(int(writer))):
+            left.unlink(missing_ok=True)
 
 
 def save_result(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> Path:

@@ -9,16 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from backend.schema.knobs import to_values
 from backend.schema.messages import Trouble
 from backend.training.batches import Batch, epoch_batches, of_step, steps_of_epoch
-from backend.training.captions import lines_of
-from backend.training.checkpoint import State, prune_states, random_state, save_result, save_state
+from backend.training.checkpoint import clear_leftovers
 from backend.training.optimizers import rate_factor, set_rates
-from backend.training.results import result_metadata, result_tensors
+from backend.training.progress import draw_samples, memory, validation_loss
 from backend.training.resume import restore
-from backend.training.run import Run, gather
-from backend.training.samples import EMPTY, draw_latents, drawing, save_sample
+from backend.training.run import Run
+from backend.training.saving import save
 
 MOST_BAD_STEPS = 5  # in a row, after which a run ends
 
@@ -35,9 +33,27 @@ class Pace:
 
 
 def train(run: Run) -> str:
-    """Trains to the end, or until asked to stop. Returns "complete" or "stopped"."""
+    """Trains to the end, or until asked to stop. Returns "complete" or "stopped". However it ends, what is being saved is saved first."""
+    try:
+        return _train(run)
+    except BaseException:
+        _finish_saving(run)
+        raise
+
+
+def _finish_saving(run: Run) -> None:
+    """Waits for the save in progress when the run ends by something else, which must not be hidden by its failure."""
+    try:
+        run.writer.finish()
+    except Trouble as trouble:
+        run.reporter.trouble(trouble)
+
+
+def _train(run: Run) -> str:
     pace = pace_of(run)
     start = restore(run, pace.total)
+    if run.first:
+        clear_leftovers(run.folder, run.output)
     stop = Stop(run)
     batches_of = _epochs(run)
     run.reporter.phase("training")
@@ -52,6 +68,7 @@ def train(run: Run) -> str:
         loss = one_step(run, groups)
         bad = 0 if loss is not None else bad + 1
         _check_bad(run, bad, step)
+        run.writer.check()
         if loss is not None and run.mean:
             run.mean.update(step + 1)
         if loss is not None:
@@ -145,12 +162,11 @@ def after_step(run: Run, step: int, pace: Pace, *, asked: bool) -> None:
     """Saves, draws and measures what is due after `step`."""
     config = run.config
     last = step == pace.total
-    if config.output.save_steps:
-        due = step % config.output.save_steps == 0
-    else:
-        due = step % pace.per_epoch == 0
+    by_epoch = not config.output.save_steps and step % pace.per_epoch == 0
+    due = by_epoch or (bool(config.output.save_steps) and step % config.output.save_steps == 0)
     if due or asked or last:
-        save(run, step, pace, needed=asked or last)
+        epoch = step // pace.per_epoch
+        save(run, f"epoch-{epoch - 1}" if by_epoch else f"step-{step}", step=step, epoch=epoch, wait=asked or last)
     every = config.samples.sample_every
     if (every and step % every == 0) or (not every and due) or last:
         draw_samples(run, step)
@@ -158,118 +174,6 @@ def after_step(run: Run, step: int, pace: Pace, *, asked: bool) -> None:
         run.reporter.event("validation", step=step, loss=validation_loss(run))
     if step in (1, 10):
         run.reporter.event("memory", **memory())
-
-
-def save(run: Run, step: int, pace: Pace, *, needed: bool) -> None:
-    """The result, then the full state: a run that dies between the two makes the result again.
-
-    A full disk does not end a run that goes on: it is said, and the next save may find room. It does where this was `needed`.
-    """
-    run.reporter.phase("saving")
-    states = gather(run.accelerator, random_state())
-    try:
-        if run.first:
-            _save_here(run, step, pace, states)
-    except Trouble as trouble:
-        if trouble.kind != "disk_full" or needed:
-            raise
-        run.reporter.trouble(trouble)
-    run.accelerator.wait_for_everyone()
-    run.reporter.phase("training", 1, 1)
-
-
-def _save_here(run: Run, step: int, pace: Pace, states: list[dict]) -> None:
-    by_epoch = not run.config.output.save_steps and step % pace.per_epoch == 0
-    name = f"epoch-{step // pace.per_epoch - 1}" if by_epoch else f"step-{step}"
-    if run.mean:
-        run.mean.swap()
-    try:
-        tensors = result_tensors(run)
-    finally:
-        if run.mean:
-            run.mean.swap()
-    metadata = result_metadata(run, step=step, epoch=step // pace.per_epoch)
-    path = save_result(run.output / f"{name}.safetensors", tensors, metadata)
-    run.reporter.event("saved", path=str(path), step=step)
-    state = State(
-        step=step, weights=run.weights, optimizers=[optimizer.state_dict() for optimizer in run.optimizers],
-        mean=run.mean.values if run.mean else None,
-        scaler=run.accelerator.scaler.state_dict() if run.accelerator.scaler else None, random=states, facts=facts(run),
-    )  # fmt: skip
-    path = save_state(run.folder, state)
-    prune_states(run.folder, keep=run.config.output.keep_checkpoints, keep_every=run.config.output.keep_every)
-    run.reporter.event("checkpoint", step=step, path=str(path))
-
-
-def facts(run: Run) -> dict:
-    """What the order of samples and the meaning of a state depend on."""
-    from backend.training.cache import key_of
-
-    pictures = key_of(*[f"{item.digest}|{item.captions}|{item.weight}" for item in run.source.items])
-    return {"config": to_values(run.config), "processes": _processes(run), "pictures": pictures}
-
-
-def draw_samples(run: Run, step: int) -> None:
-    """Draws the sample prompts by the first process, with the running mean's weights where there is one."""
-    prompts = lines_of(run.config.samples.sample_prompts)
-    if prompts and run.first:
-        run.reporter.phase("sampling")
-        if run.mean:
-            run.mean.swap()
-        try:
-            with drawing(run.learner):
-                for number, prompt in enumerate(prompts):
-                    _draw_one(run, step, number, prompt)
-        finally:
-            if run.mean:
-                run.mean.swap()
-        run.reporter.phase("training", 1, 1)
-    if prompts:
-        run.accelerator.wait_for_everyone()
-
-
-@torch.no_grad()
-def _draw_one(run: Run, step: int, number: int, prompt: str) -> None:
-    section, family = run.config.samples, run.base.family
-    parts = {**run.learner.named_parts(), "vae": run.vae}
-    size = (section.sample_height or run.source.sizes[0][0], section.sample_width or run.source.sizes[0][1])
-    if run.source.texts is not None:
-        towards, away = run.source.text(prompt), run.source.text(EMPTY)
-    else:
-        with torch.autocast(run.device.type, dtype=run.dtype, enabled=run.dtype != torch.float32):
-            towards, away = family.encode_text(parts, [prompt, EMPTY], device=run.device)
-    latents = draw_latents(
-        family, parts, run.base.spec.scheduler, towards, away, seed=section.sample_seed + number,
-        steps=section.sample_inference_steps, guidance=section.sample_guidance, size=size, dtype=run.dtype,
-    )  # fmt: skip
-    path = run.folder / "samples" / f"step-{step:06d}" / f"{number}.png"
-    settings = {"prompt": prompt, "seed": section.sample_seed + number, "step": step, "run": run.config.output.name}
-    save_sample(family, parts, latents, path, settings)
-    run.reporter.event("sample", step=step, prompt=prompt, path=str(path))
-
-
-@torch.no_grad()
-def validation_loss(run: Run) -> float:
-    """Mean error of the pictures kept aside, at fixed noise levels and noise."""
-    total = 0.0
-    with drawing(run.learner):
-        for number in run.aside:
-            places = tuple(-1 - number * 4 - turn for turn in range(4))
-            material = run.source.material(Batch(items=(number,) * 4, places=places), scale=1.0)
-            material.draws.sigma.copy_(torch.tensor([0.2, 0.5, 0.8, 0.95]))
-            with run.accelerator.autocast():
-                total += float(run.learner(material.to(run.device), run.config.loss)[1].mean())
-    return total / len(run.aside)
-
-
-def memory() -> dict[str, int]:
-    """Peak bytes: of the device where there is one, and of this process."""
-    import psutil
-
-    values = {"ram_bytes": psutil.Process().memory_info().rss}
-    if torch.cuda.is_available():
-        values["device_bytes"] = torch.cuda.max_memory_allocated()
-    return values
 
 
 class Stop:

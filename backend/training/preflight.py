@@ -13,8 +13,9 @@ import torch
 
 from backend.training.batches import Batch
 from backend.training.checkpoint import State, random_state, save_result, save_state, set_random_state
-from backend.training.loop import draw_samples, one_step
+from backend.training.loop import one_step
 from backend.training.optimizers import set_rates
+from backend.training.progress import draw_samples
 from backend.training.results import result_tensors
 from backend.training.run import Run
 

@@ -78,7 +78,7 @@ def _receipt(run, state) -> dict[str, list[str]]:
     (restored if run.mean is None or state.mean else lacking).append("running mean")
     (restored if len(state.random) >= run.accelerator.num_processes else lacking).append("random state")
     same = state.facts.get("processes") == run.accelerator.num_processes
-    from backend.training.loop import facts
+    from backend.training.saving import facts
 
     now = facts(run)
     if same and state.facts.get("pictures") == now["pictures"]:

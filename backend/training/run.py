@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from backend.training.learner import Learner
 from backend.training.material import Source
 from backend.training.optimizers import Beside, Mean
 from backend.training.reporter import Reporter
+from backend.training.writer import Writer
 
 
 @dataclass
@@ -38,6 +39,7 @@ class Run:
     trained: tuple[str, ...]
     device: torch.device
     dtype: torch.dtype
+    writer: Writer = field(default_factory=Writer)
 
     @property
     def first(self) -> bool:

@@ -1,79 +1,154 @@
-"""Saves states one after the other and kills the saver at random moments: `python -m tests.training.kill_campaign FOLDER ROUNDS`.
+"""Kills whole runs at random moments and goes on with them: `python -m tests.training.kill_campaign FOLDER ROUNDS [SEED]`.
 
-Prints `rounds steps killed_inside`. Fails where anything under a final name is torn. A process of its own, for it forks.
+A tiny model trains, saves at every third step, draws and encodes, in a forked process that gets SIGKILL after a random time (every third
+round: as soon as a file is half written); the next round goes on from what is there, and a run that is complete is compared with the uninterrupted one, bit for bit, before
+the next begins with an empty cache. After every kill everything under a final name is read whole. Prints one JSON object: rounds,
+runs completed, how often the last event before the kill was of which phase, kills with a half-written state or file beside
+the whole ones, the most steps lost. Fails where anything is torn. A process of its own, for it forks.
 """
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
-from backend.training.checkpoint import (
-    State,
-    list_states,
-    load_state,
-    prune_states,
-    random_state,
-    save_result,
-    save_state,
-    step_of,
-)
+from backend.training.checkpoint import list_states, load_state, step_of
+
+STEPS, SAVE_STEPS = 9, 3
+FLAGS = ("--max_pixels", "4096", "--lora_rank", "4", "--learning_rate", "1e-3", "--max_steps", str(STEPS), "--save_steps", str(SAVE_STEPS),
+         "--lora_dropout", "0.1", "--save_dtype", "float32", "--sample_prompts", "a ball", "--sample_inference_steps", "2",
+         "--sample_width", "32", "--sample_height", "32", "--sample_every", "2", "--batch_size", "2", "--ema_decay", "0.9")  # fmt: skip
 
 
-def state(step: int, megabytes: int = 1) -> State:
-    weights = {"dit.a": torch.full((megabytes, 2**18), float(step))}
-    optimizers = [{"state": {0: {"mean": weights["dit.a"] / 2}}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]}]
-    return State(
-        step=step, weights=weights, optimizers=optimizers, mean=dict(weights), random=[random_state()], facts={"a": [1]}
+def make_pictures(folder: Path) -> Path:
+    folder.mkdir()
+    for number in range(6):
+        Image.new("RGB", (64, 64) if number % 2 else (80, 48), (40 * number, 90, 200)).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(f"a ball, number {number}")
+    return folder
+
+
+def train(model: Path, pictures: Path, output: Path) -> int:
+    """One life of a run, in this process."""
+    from accelerate.state import AcceleratorState
+
+    from backend.training.__main__ import main
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+    resume = ("--resume_from_checkpoint", "latest") if (output / "events.jsonl").exists() else ()
+    return main(
+        ["--model", str(model), "--dataset_base_path", str(pictures), "--output_path", str(output), *FLAGS, *resume]
     )
 
 
-def save_on_and_on(folder: Path, step: int) -> None:
-    for number in range(step + 1, step + 10_000):
-        save_state(folder, state(number))
-        save_result(folder / "newest.safetensors", {"a": torch.full((2**18,), float(number))}, {})
-        prune_states(folder, keep=2, keep_every=None)
+def forked(work) -> int:
+    """A child that does `work` and ends with its status."""
+    child = os.fork()
+    if child:
+        return child
+    sink = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sink, 1)
+    try:
+        os._exit(work())
+    finally:
+        os._exit(9)
 
 
-def newest_whole(folder: Path) -> int:
-    """The newest step, after every state and result was read whole."""
+def check(run: Path, cache: Path) -> int:
+    """The newest step saved, after everything under a final name was read whole."""
     newest = 0
-    for path in list_states(folder):
-        found = load_state(path)
-        assert found.step == step_of(path) and float(found.weights["dit.a"][0, 0]) == found.step
-        newest = found.step
-    if (folder / "newest.safetensors").exists():
-        values = load_file(folder / "newest.safetensors")["a"]
-        assert float(values.min()) == float(values.max())
+    for path in list_states(run):
+        state = load_state(path)
+        assert state.step == step_of(path) and all(torch.isfinite(weight).all() for weight in state.weights.values())
+        newest = state.step
+    for path in [*run.glob("*.safetensors"), *cache.rglob("[!.]*.safetensors")]:
+        assert load_file(path), path
+    for path in run.rglob("[!.]*.png"):
+        Image.open(path).load()
+    for path in (run / "config.json", run / "process.json", cache / "pictures.json"):
+        assert not path.exists() or json.loads(path.read_text())
     return newest
 
 
-def main(folder: Path, rounds: int) -> None:
+def unfinished(folder: Path) -> set[Path]:
+    """What is being written, or was when its writer was killed."""
+    return {*folder.rglob(".*.tmp"), *folder.rglob(".*.partial")}
+
+
+def said(run: Path) -> list[dict]:
+    """The events so far; a torn last line is none."""
+    try:
+        lines = (run / "events.jsonl").read_text().split("\n")[:-1]
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in lines]
+
+
+def moment(events: list[dict]) -> str:
+    """What the run was about when it last spoke: the name of a phase."""
+    names = [event["name"] for event in events if event["event"] == "phase"]
+    return names[-1] if names else "starting"
+
+
+def main(folder: Path, rounds: int, seed: int = 0) -> dict:
+    from tests.tiny_models import make_qwen_image
+
     torch.set_num_threads(1)  # a forked child has none of the others
-    chance, step, inside = random.Random(0), 0, 0
-    for _ in range(rounds):
-        child = os.fork()
-        if child == 0:
-            save_on_and_on(folder, step)
-            os._exit(0)
-        end = time.monotonic() + 60
-        while not any(step_of(path) > step for path in list_states(folder)):
-            assert time.monotonic() < end, "nothing was saved"
-            time.sleep(0.002)
-        time.sleep(chance.uniform(0.0, 0.3))
+    data = folder / "data"
+    data.mkdir(parents=True)
+    os.environ["LOFT_DATA"] = str(data)
+    model, pictures = make_qwen_image(folder / "model"), make_pictures(folder / "pictures")
+    assert train(model, pictures, folder / "whole") == 0  # imports everything, which the forked need not do again
+    gc.freeze()
+    shutil.rmtree(data / "cache")
+    length = -time.monotonic()
+    assert os.waitpid(forked(lambda: train(model, pictures, folder / "again")), 0)[1] == 0
+    length += time.monotonic()
+    whole = load_file(folder / "whole" / f"step-{STEPS}.safetensors")
+    chance, phases, complete, inside, lost = random.Random(seed), Counter(), 0, 0, 0
+    run = folder / "run"
+    shutil.rmtree(data / "cache")
+    for number in range(rounds):
+        before, left = len(said(run)), unfinished(folder)
+        child = forked(lambda: train(model, pictures, run))
+        end = time.monotonic() + length * (3 if number % 3 == 2 else chance.random() ** 1.5 * 1.1)
+        while time.monotonic() < end and not (number % 3 == 2 and unfinished(folder) - left):
+            time.sleep(0.001)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        inside += any((folder / "checkpoints").glob(".step-*.tmp"))
-        step = newest_whole(folder)
-    print(rounds, step, inside)
+        newest, events = check(run, data / "cache"), said(run)
+        phases[moment(events[before:])] += 1
+        inside += bool(unfinished(folder) - left)
+        made = max((event["step"] for event in events if event["event"] == "step"), default=0)
+        assert newest >= made // SAVE_STEPS * SAVE_STEPS - SAVE_STEPS
+        lost = max(lost, made - newest)
+        if newest == STEPS:
+            if not complete:
+                child = forked(lambda: train(model, pictures, run))
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2 and "already complete" in str(
+                    said(run)[-1]
+                )
+            last = load_file(run / f"step-{STEPS}.safetensors")
+            assert last.keys() == whole.keys() and all(torch.equal(last[name], whole[name]) for name in whole)
+            complete += 1
+            shutil.rmtree(run)
+            shutil.rmtree(data / "cache")
+    assert all(path.read_bytes() for path in pictures.iterdir()) and len(list(pictures.iterdir())) == 12
+    return {"rounds": rounds, "complete": complete, "phases": dict(phases), "inside": inside, "most_lost": lost}
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    print(json.dumps(main(Path(sys.argv[1]), *map(int, sys.argv[2:]))))

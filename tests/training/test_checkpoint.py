@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,17 +18,27 @@ torch = pytest.importorskip("torch")
 from backend.schema.messages import Trouble
 from backend.schema.places import PROJECT
 from backend.training.checkpoint import (
+    State,
     list_states,
     load_state,
     prune_states,
+    random_state,
     save_result,
     save_state,
     set_random_state,
     step_of,
 )
-from tests.training.kill_campaign import state
+from backend.training.writer import Writer, copied
 
 pytestmark = pytest.mark.torch
+
+
+def state(step: int, megabytes: int = 1) -> State:
+    weights = {"dit.a": torch.full((megabytes, 2**18), float(step))}
+    optimizers = [{"state": {0: {"mean": weights["dit.a"] / 2}}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]}]
+    return State(
+        step=step, weights=weights, optimizers=optimizers, mean=dict(weights), random=[random_state()], facts={"a": [1]}
+    )
 
 
 def test_a_state_comes_back_as_it_was(tmp_path: Path):
@@ -60,14 +72,35 @@ def test_a_damaged_state_is_said(tmp_path: Path):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_killed_thirty_times_while_saving_every_state_is_whole(tmp_path: Path):
-    """Nothing under a final name is ever torn, and the kills did come in the middle of saving."""
+def test_runs_killed_thirty_times_lose_little_and_end_as_the_uninterrupted(tmp_path: Path):
+    """Nothing under a final name is ever torn, whatever the run was at; kills did come while files were being written."""
     environment = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
-    argv = [sys.executable, "-m", "tests.training.kill_campaign", str(tmp_path), "30"]
+    argv = [sys.executable, "-m", "tests.training.kill_campaign", str(tmp_path / "campaign"), "30"]
     done = subprocess.run(argv, env=environment, cwd=PROJECT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    rounds, steps, inside = map(int, done.stdout.split())
-    assert rounds == 30 and steps >= 30 and inside >= 5
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert counts["rounds"] == 30 and counts["complete"] >= 1 and counts["inside"] >= 4 and len(counts["phases"]) >= 3
+
+
+def test_what_is_written_beside_the_training_is_as_it_was_and_its_failure_is_told(tmp_path: Path):
+    weights, may_write, found = {"a": torch.ones(3)}, threading.Event(), []
+    kept = copied({"weights": weights, "more": [weights["a"], (1, "b")]})
+    writer = Writer()
+
+    def write() -> None:
+        assert may_write.wait(20)
+        found.append(kept)
+        raise Trouble("disk_full", "full")
+
+    writer.start(write)
+    weights["a"].add_(1)  # the training goes on meanwhile
+    writer.check()
+    may_write.set()
+    with pytest.raises(Trouble):
+        writer.start(lambda: found.append("not reached"))
+    writer.finish()
+    assert [entry["weights"]["a"].tolist() for entry in found] == [[1.0] * 3]
+    assert kept["more"][0].tolist() == [1.0] * 3 and kept["more"][1] == (1, "b")
 
 
 @pytest.fixture
@@ -98,16 +131,21 @@ def test_a_full_disk_is_one_sentence_and_the_last_state_stays(small_disk: Path):
     assert [load_state(path).step for path in list_states(small_disk)] == [1]
 
 
-def test_a_run_on_a_full_disk_goes_on_and_ends_with_the_sentence(run_training, events, small_disk: Path):
-    """Room for some states but not for the results as well: what was saved before stays readable."""
-    run = small_disk / "run"
-    run.mkdir()
-    (small_disk / "ballast").write_bytes(bytes(shutil.disk_usage(small_disk).free - 150_000))
-    flags = ("--max_steps", 4, "--save_steps", 2, "--lora_rank", 16, "--lora_target_modules", "all-linear")
-    assert run_training(run, *flags) == 2
+def test_a_full_disk_ends_a_run_in_a_sentence_unless_an_older_state_makes_room(run_training, events, small_disk: Path):
+    run, ballast = small_disk / "run", small_disk / "ballast"
+    flags = ("--save_steps", 2, "--lora_rank", 16, "--lora_target_modules", "all-linear")
+    again = ("--resume_from_checkpoint", "latest", "--max_steps", 6)
+    assert run_training(run, *flags, "--max_steps", 2) == 0
+    one = sum(path.stat().st_size for path in list_states(run)[0].iterdir())
+    ballast.write_bytes(bytes(shutil.disk_usage(small_disk).free - one * 9 // 10))
+    assert run_training(run, *flags, *again) == 2  # there is but one state, which stays
     said = events(run)
-    troubles = [event for event in said if event["event"] == "trouble"]
-    assert troubles and {event["kind"] for event in troubles} == {"disk_full"}
-    assert [event["step"] for event in said if event["event"] == "step"] == [1, 2, 3, 4]
-    (small_disk / "ballast").unlink()
-    assert run_training(run, *flags) == 0
+    assert [event["kind"] for event in said if event["event"] == "trouble"] == ["disk_full"]
+    assert [step_of(path) for path in list_states(run)] == [2] and said[-1]["event"] == "trouble"
+    assert 4 <= [event["step"] for event in said if event["event"] == "step"][-1] <= 6
+    ballast.unlink()
+    assert run_training(run, *flags, "--resume_from_checkpoint", "latest", "--max_steps", 4) == 0
+    ballast.write_bytes(bytes(shutil.disk_usage(small_disk).free - one * 9 // 10))
+    assert run_training(run, *flags, *again) == 0  # there are two, and the older one goes
+    assert [step_of(path) for path in list_states(run)] == [4, 6]
+    assert not [path for path in run.rglob(".*") if path.name.endswith(".tmp")]

@@ -1,0 +1,128 @@
+"""What shows how a run goes on: samples, the loss on pictures kept aside, memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from backend.schema.messages import Trouble
+from backend.training.adapters import ADAPTER
+from backend.training.batches import Batch
+from backend.training.captions import lines_of
+from backend.training.run import Run
+from backend.training.samples import EMPTY, draw_latents, drawing, save_sample
+
+VALIDATION_LEVELS = (0.2, 0.5, 0.8, 0.95)  # noise levels; the noise of each picture and level is always the same
+
+
+def draw_samples(run: Run, step: int) -> None:
+    """Draws the sample prompts by the first process, with the running mean's weights where there is one."""
+    prompts = lines_of(run.config.samples.sample_prompts)
+    if prompts and run.first:
+        run.reporter.phase("sampling")
+        if run.mean:
+            run.mean.swap()
+        try:
+            with drawing(run.learner):
+                _draw_all(run, step, prompts)
+        finally:
+            if run.mean:
+                run.mean.swap()
+        run.reporter.phase("training", 1, 1)
+    if prompts:
+        run.accelerator.wait_for_everyone()
+
+
+def _draw_all(run: Run, step: int, prompts: list[str]) -> None:
+    strengths = strengths_of(run.config.samples)
+    for strength in strengths:
+        with at_strength(run.learner, strength):
+            for number, prompt in enumerate(prompts):
+                said = f"{number}" if len(strengths) == 1 else f"{number}-strength-{strength:g}"
+                _draw_one(run, step, number, prompt, strength, f"{said}.png")
+
+
+def strengths_of(section) -> list[float]:
+    """The strengths of the LoRA at which samples are drawn. Raises Trouble for what is no number."""
+    try:
+        found = [float(word) for word in section.sample_strengths.split(",") if word.strip()]
+    except ValueError:
+        found = []
+    if not found:
+        raise Trouble(
+            "bad_value", f"Sample strengths (--sample_strengths) are {section.sample_strengths!r}, not numbers.",
+            hint="For example 0.5,1.",
+        )  # fmt: skip
+    return found
+
+
+@contextlib.contextmanager
+def at_strength(module: torch.nn.Module, strength: float) -> Iterator[None]:
+    """The adapter in `module` counting `strength` times as much. Raises Trouble where there is none that can."""
+    if strength == 1.0:
+        yield
+        return
+    found = [inner.scaling for inner in module.modules() if ADAPTER in getattr(inner, "scaling", ())]
+    if not found:
+        raise Trouble(
+            "bad_value",
+            f"Samples at strength {strength:g} (--sample_strengths) need a LoRA, and none trains.",
+            hint="Use 1.",
+        )
+    before = [scaling[ADAPTER] for scaling in found]
+    for scaling in found:
+        scaling[ADAPTER] *= strength
+    try:
+        yield
+    finally:
+        for scaling, value in zip(found, before, strict=True):
+            scaling[ADAPTER] = value
+
+
+@torch.no_grad()
+def _draw_one(run: Run, step: int, number: int, prompt: str, strength: float, name: str) -> None:
+    section, family = run.config.samples, run.base.family
+    parts = {**run.learner.named_parts(), "vae": run.vae}
+    size = (section.sample_height or run.source.sizes[0][0], section.sample_width or run.source.sizes[0][1])
+    if run.source.texts is not None:
+        towards, away = run.source.text(prompt), run.source.text(EMPTY)
+    else:
+        with torch.autocast(run.device.type, dtype=run.dtype, enabled=run.dtype != torch.float32):
+            towards, away = family.encode_text(parts, [prompt, EMPTY], device=run.device)
+    seed = section.sample_seed + number
+    latents = draw_latents(
+        family, parts, run.base.spec.scheduler, towards, away, seed=seed, steps=section.sample_inference_steps,
+        guidance=section.sample_guidance, size=size, dtype=run.dtype,
+    )  # fmt: skip
+    path = run.folder / "samples" / f"step-{step:06d}" / name
+    settings = {"prompt": prompt, "seed": seed, "step": step, "strength": strength, "run": run.config.output.name}
+    save_sample(family, parts, latents, path, settings)
+    shown = prompt if strength == 1.0 else f"{prompt} (strength {strength:g})"
+    run.reporter.event("sample", step=step, prompt=shown, path=str(path), strength=strength)
+
+
+@torch.no_grad()
+def validation_loss(run: Run) -> float:
+    """Mean error of the pictures kept aside, at fixed noise levels and noise."""
+    total = 0.0
+    with drawing(run.learner):
+        for number in run.aside:
+            count = len(VALIDATION_LEVELS)
+            places = tuple(-1 - number * count - turn for turn in range(count))
+            material = run.source.material(Batch(items=(number,) * count, places=places), scale=1.0)
+            material.draws.sigma.copy_(torch.tensor(VALIDATION_LEVELS))
+            with run.accelerator.autocast():
+                total += float(run.learner(material.to(run.device), run.config.loss)[1].mean())
+    return total / len(run.aside)
+
+
+def memory() -> dict[str, int]:
+    """Peak bytes: of the device where there is one, and of this process."""
+    import psutil
+
+    values = {"ram_bytes": psutil.Process().memory_info().rss}
+    if torch.cuda.is_available():
+        values["device_bytes"] = torch.cuda.max_memory_allocated()
+    return values
