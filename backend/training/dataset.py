@@ -15,6 +15,7 @@ from PIL import Image
 from backend.catalog.text import decode_text, read_text
 from backend.schema.messages import Trouble
 from backend.training.captions import with_trigger
+from backend.training.extras import listed, read_extras
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif")
 MASK_SUFFIX = ".mask.png"
@@ -33,6 +34,7 @@ class Item:
     weight: float = 1.0  # how often it is shown against the others
     prior: bool = False  # drawn by the untouched model
     seed: int | None = None  # of the noise that a teacher drew it from
+    steps: int | None = None  # in which a student is to draw it
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def read_dataset(section, *, trigger: str = "", index: Path | None = None) -> Da
     for number, weight in enumerate(weights):
         base = Path(bases[number]) if bases else Path(metadata[number]).parent
         if metadata:
-            found = _from_metadata(Path(metadata[number]), base, section.data_file_keys, notes)
+            found = _from_metadata(Path(metadata[number]), base, section.data_file_keys, notes, listed(section.extra_inputs))
         else:
             found = _from_folder(base, notes)
         items += [_finished(item, weight, trigger, section.masked_loss) for item in found]
@@ -131,7 +133,9 @@ def _is_picture(path: Path, base: Path) -> bool:
     return path.is_file() and not hidden and not path.name.endswith(MASK_SUFFIX)
 
 
-def _from_metadata(path: Path, base: Path, file_keys: tuple[str, ...], notes: list[str]) -> Iterator[Item]:
+def _from_metadata(
+    path: Path, base: Path, file_keys: tuple[str, ...], notes: list[str], extras: tuple[str, ...]
+) -> Iterator[Item]:
     if not path.is_file():
         raise Trouble("missing_file", f"The metadata file {path} does not exist.")
     text, encoding = decode_text(path.read_bytes())
@@ -148,7 +152,8 @@ def _from_metadata(path: Path, base: Path, file_keys: tuple[str, ...], notes: li
                 hint=f"The picture's column must be called {' or '.join(file_keys)} (--data_file_keys).",
             )  # fmt: skip
         captions = _captions(row.get("prompt"), number, path)
-        yield Item(path=base / str(row[key]), captions=captions, seed=_seed(row.get("seed"), number, path))
+        more = read_extras(row, extras, number, path.name)
+        yield Item(path=base / str(row[key]), captions=captions, seed=_seed(row.get("seed"), number, path), **more)
 
 
 def _seed(seed, number: int, path: Path) -> int | None:

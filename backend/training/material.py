@@ -53,7 +53,8 @@ class Source:
         size = self.sizes[batch.items[0]]
         draws, levels = None, None
         if config.training.task.startswith("direct_distill"):
-            draws, levels = self._start(batch, latents[0].shape), self.schedule(size, config.loss.distill_steps)
+            steps = self.items[batch.items[0]].steps or config.loss.distill_steps
+            draws, levels = self._start(batch, latents[0].shape), self.schedule(size, steps)
         needs_schedule = config.loss.timestep_sampling == "shifted"
         return Material(
             latents=torch.stack(latents),

@@ -19,6 +19,7 @@ from backend.training.base import DTYPES, Base, find_base, load_parts, tokenizer
 from backend.training.batches import Batch
 from backend.training.captions import lines_of
 from backend.training.dataset import Dataset, read_dataset, read_folder
+from backend.training.extras import check_flags, check_steps
 from backend.training.frozen import keeping
 from backend.training.learner import Learner, named_trainable
 from backend.training.material import Source, Wishes, fill_prompts, free_memory, prepare_source, split_off
@@ -91,6 +92,7 @@ def make_loader(config, accelerator) -> Loader:
     """Finds the base and decides how its parts are kept. Raises Trouble for parts that cannot train so."""
     with accelerator.main_process_first():  # one downloads what is missing, the others find it
         base = find_base(config.model)
+    check_flags(config, base.family)
     trained, part, device = trained_parts(config), lora_part(config), accelerator.device
     dtype = _dtype(config, device)
     _check_parts(base.spec.parts, (*trained, *([part] if part else [])), title=base.spec.title)
@@ -129,6 +131,7 @@ def make_source(
     data = read_data(config, index=index)
     for note in data.notes:
         reporter.note(note)
+    check_steps((item.steps for item in data.items), config.training.batch_size)
     return prepare_source(data, load.base, config, load, wishes, more_prompts=samples, folder=into)
 
 

@@ -24,7 +24,7 @@ def write(folder: Path, source: Source, base: Base) -> None:
         keys = {str(flip): key for (owner, flip), key in source.latents.items() if owner == number}
         items.append(
             {"latents": keys, "captions": item.captions, "size": source.sizes[number], "digest": item.digest,
-             "weight": item.weight, "prior": item.prior, "seed": item.seed}
+             "weight": item.weight, "prior": item.prior, "seed": item.seed, "steps": item.steps}
         )  # fmt: skip
     table = {"format": 1, "family": base.spec.family, "items": items, "texts": source.texts}
     write_text(folder / TABLE, json.dumps(table, ensure_ascii=False))
@@ -50,7 +50,8 @@ def read(folder: Path, base: Base, config) -> Source:
         sizes.append((row["size"][0], row["size"][1]))
         items.append(
             Item(path=folder, captions=tuple(row["captions"]), width=row["size"][1], height=row["size"][0],
-                 digest=row["digest"], weight=row["weight"], prior=row["prior"], seed=row["seed"])
+                 digest=row["digest"], weight=row["weight"], prior=row["prior"], seed=row["seed"],
+                 steps=row.get("steps"))
         )  # fmt: skip
         latents |= {(number, flip == "True"): key for flip, key in row["latents"].items()}
     if config.dataset.flip and not any(flip for _, flip in latents):

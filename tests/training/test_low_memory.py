@@ -260,7 +260,7 @@ def test_methods_say_what_they_lack(tmp_path: Path, monkeypatch):
         read_options("dit:bitsandbytes_nf4", **asked)
     assert "pip install bitsandbytes" in missing.value.hint
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    with pytest.raises(Trouble, match="torchao_int4_w4a16 of dit .* passes no gradients"):
+    with pytest.raises(Trouble, match="torchao_int4_w4a16 of dit"):
         read_options("dit:torchao_int4_w4a16", **asked)
     shards = '["a-1.safetensors", "a-2.safetensors"]:int8/to_q,to_k'
     found = read_options(

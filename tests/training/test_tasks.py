@@ -110,3 +110,56 @@ def test_masks_and_validation(run_training, events, tmp_path: Path, pictures: Pa
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "adafactor", "lion", "torch.optim.RMSprop"])
 def test_optimizers_by_name(run_training, tmp_path: Path, optimizer: str):
     assert run_training(tmp_path / "run", *BASE, "--customized_optimizer", optimizer) == 0
+
+
+def distilled(folder: Path, *rows: str) -> tuple[str, ...]:
+    """A dataset as the documents describe it for direct distillation, and the flags of their command."""
+    folder.mkdir()
+    for name in ("a", "b"):
+        Image.new("RGB", (32, 32), (200, 60, 60)).save(folder / f"{name}.jpg")
+    table = folder / "metadata.csv"
+    table.write_text("\n".join(["image,prompt,seed,rand_device,num_inference_steps,cfg_scale", *rows]) + "\n")
+    return ("--dataset_base_path", str(folder), "--dataset_metadata_path", str(table), "--data_file_keys", "image", "--extra_inputs",
+            "seed,rand_device,num_inference_steps,cfg_scale", "--height", "32", "--width", "32", "--task", "direct_distill")  # fmt: skip
+
+
+def test_a_distillation_takes_steps_and_seeds_from_its_table(run_training, events, tmp_path: Path, capsys):
+    flags = distilled(tmp_path / "set", "a.jpg,a ball,0,cpu,1,1", "b.jpg,a box,1,cpu,3,1")
+    assert run_training(tmp_path / "own", *flags, "--max_steps", 2, dataset=None) == 0
+    same = (*flags, "--extra_inputs", "seed", "--max_steps", 2)
+    assert run_training(tmp_path / "general", *same, "--distill_steps", 3, dataset=None) == 0
+    own, general = (
+        [event["loss"] for event in events(tmp_path / run) if event["event"] == "step"] for run in ("own", "general")
+    )
+    assert sum(one == other for one, other in zip(own, general, strict=True)) == 1  # the one with three steps
+    assert run_training(tmp_path / "pair", *flags, "--batch_size", 2, dataset=None) == 2
+    assert "in 1, 3 steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("a.jpg,a ball,0,cuda,4,1", "rand_device 'cuda'"),
+        ("a.jpg,a ball,0,cpu,4,4", "cfg_scale '4'"),
+        ("a.jpg,a ball,0,cpu,many,1", "'many' num_inference_steps"),
+        ("a.jpg,a ball,,cpu,4,1", "has no seed"),
+    ],
+)
+def test_columns_that_a_distillation_cannot_take_are_named(run_training, tmp_path: Path, capsys, row: str, words: str):
+    assert run_training(tmp_path / "run", *distilled(tmp_path / "set", row), dataset=None) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--extra_inputs", "edit_image"), "cannot be trained with the input edit_image"),
+        (("--extra_inputs", "seed"), "which the task sft does not use"),
+        (("--num_frames", "81"), "no 81 frames to train"),
+        (("--processor_path", "Qwen/Qwen-Image-Edit:processor/"), "no processor of pictures"),
+    ],
+)
+def test_flags_that_the_model_cannot_take_are_refused(run_training, tmp_path: Path, capsys, flags, words: str):
+    assert run_training(tmp_path / "run", *BASE, *flags) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "run" / "checkpoints").exists()

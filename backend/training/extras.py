@@ -1,0 +1,92 @@
+"""Flags and columns that only some models or tasks can take: what is taken, and a sentence for everything that is not. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import ModuleType
+
+from backend.schema.messages import Trouble
+
+DISTILL = ("seed", "rand_device", "num_inference_steps", "cfg_scale")
+
+
+def listed(text: str | None) -> tuple[str, ...]:
+    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
+
+
+def check_flags(config, family: ModuleType) -> None:
+    """Raises Trouble for a flag whose meaning the model or the task has not, so that none is without effect."""
+    title, frames = family.TITLE, config.dataset.num_frames
+    if not hasattr(family, "predict"):
+        raise Trouble("not_supported", f"{title} cannot be trained here.", hint="Qwen-Image and its kin can.")
+    if frames is not None and frames > 1 and not hasattr(family, "encode_video"):
+        raise Trouble(
+            "bad_value", f"{title} makes single pictures, so there are no {frames} frames to train (--num_frames).",
+            hint="Leave --num_frames out.",
+        )  # fmt: skip
+    if config.model.processor_path and not hasattr(family, "load_processor"):
+        raise Trouble(
+            "bad_value", f"{title} is trained on text alone here; it has no processor of pictures (--processor_path).",
+            hint="Leave --processor_path out; the tokenizer is --tokenizer_path.",
+        )  # fmt: skip
+    for name in listed(config.dataset.extra_inputs):
+        _check_extra(name, config.training.task, title)
+
+
+def _check_extra(name: str, task: str, title: str) -> None:
+    if name in DISTILL:
+        if not task.startswith("direct_distill"):
+            raise Trouble(
+                "bad_value", f"The column {name} (--extra_inputs) says how a picture was drawn, which the task {task} does not use.",
+                hint="Set --task direct_distill, or leave it out.",
+            )  # fmt: skip
+        return
+    raise Trouble(
+        "not_supported", f"{title} cannot be trained with the input {name} here (--extra_inputs).",
+        hint=f"What can be taken: {', '.join(DISTILL)}, with --task direct_distill.",
+    )  # fmt: skip
+
+
+def check_steps(steps: Iterable[int | None], batch_size: int) -> None:
+    """Raises Trouble where pictures that may come into one batch are to be drawn in different numbers of steps."""
+    asked = sorted({count for count in steps if count is not None})
+    if batch_size > 1 and len(asked) > 1:
+        raise Trouble(
+            "bad_metadata", f"Pictures of one batch would be drawn in {', '.join(map(str, asked))} steps (num_inference_steps).",
+            hint="Use --batch_size 1, or the same number in every row.",
+        )  # fmt: skip
+
+
+def read_extras(row: dict, wanted: tuple[str, ...], number: int, name: str) -> dict[str, int]:
+    """What the columns `wanted` of row `number` of the metadata file `name` say, as values of an item: {"steps": 4}. Raises Trouble."""
+    for column in wanted:
+        if row.get(column) in (None, ""):
+            raise Trouble(
+                "bad_metadata", f"Row {number} of {name} has no {column}, which --extra_inputs asks for.",
+                hint="Add the column, or leave it out of --extra_inputs.",
+            )  # fmt: skip
+    if "rand_device" in wanted and str(row["rand_device"]).strip() != "cpu":
+        raise Trouble(
+            "bad_metadata", f"Row {number} of {name} has the rand_device {row['rand_device']!r}; noise is drawn on the CPU here.",
+            hint="Make the pictures with rand_device=cpu.",
+        )  # fmt: skip
+    if "cfg_scale" in wanted and _number(row["cfg_scale"]) != 1.0:
+        raise Trouble(
+            "bad_metadata", f"Row {number} of {name} has the cfg_scale {row['cfg_scale']!r}; a student draws without guidance, at 1."
+        )  # fmt: skip
+    if "num_inference_steps" not in wanted:
+        return {}
+    steps = _number(row["num_inference_steps"])
+    if steps is None or not steps.is_integer() or not 1 <= steps <= 100:
+        raise Trouble(
+            "bad_metadata",
+            f"Row {number} of {name} has {row['num_inference_steps']!r} num_inference_steps, not a number from 1 to 100.",
+        )
+    return {"steps": int(steps)}
+
+
+def _number(value) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
