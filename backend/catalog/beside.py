@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 from backend.catalog.spec import ModelSpec
+from backend.schema.messages import Trouble
 
 
 def completed(spec: ModelSpec, family: ModuleType) -> ModelSpec:
@@ -45,6 +46,20 @@ def request_defaults(spec: ModelSpec, family: ModuleType) -> dict[str, object]:
         else {}
     )
     return {**family.DEFAULTS.request, **known}
+
+
+def check_size(spec: ModelSpec, family: ModuleType, *, width: int, height: int) -> None:
+    """Raises Trouble where the model's `_sizes` in its model_index.json, a list of [width, height], do not hold this one."""
+    root = root_of(spec, family)
+    said = read_object(root / "model_index.json").get("_sizes") if root else None
+    sizes = [size for size in said if isinstance(size, list) and len(size) == 2] if isinstance(said, list) else []
+    if sizes and [width, height] not in sizes:
+        known = " or ".join(f"{size[0]} x {size[1]}" for size in sizes)
+        raise Trouble(
+            "bad_value",
+            f"This model draws {known} pixels, the size it was trained at; at {width} x {height} things come out cut or repeated.",
+            hint=f"Ask for {known}, or choose another model.",
+        )
 
 
 def read_object(path: Path) -> dict:

@@ -212,6 +212,7 @@ class Work:
             self._close()
             self.device = memory.check_device(self.preferences.device)
         spec = self._spec(request)
+        beside.check_size(spec, families.by_name(spec.family), width=request.width, height=request.height)
         key = (request.model, stamp(spec), self.preferences)
         if self.pipeline is not None and key != self._loaded_from:
             self._close()

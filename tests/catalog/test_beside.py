@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 
+import pytest
+
 from backend.catalog import beside
 from backend.catalog.identify import identify_files, identify_model
 from backend.families import FAMILIES, qwen_image
+from backend.schema.messages import Trouble
 from backend.schema.places import ASSETS
 
 STARTER = ASSETS / "starter"
@@ -47,3 +50,15 @@ def test_a_model_says_what_it_wants_to_be_asked_for(tmp_path):
             )["width"]
             == width
         )
+
+
+def test_a_model_of_one_size_refuses_others(tmp_path):
+    spec = identify_model(STARTER, FAMILIES)
+    beside.check_size(spec, qwen_image, width=128, height=128)
+    with pytest.raises(Trouble, match="draws 128 x 128 pixels"):
+        beside.check_size(spec, qwen_image, width=160, height=128)
+    folder = tmp_path / "own"
+    shutil.copytree(STARTER, folder)
+    for text in ("{}", '{"_sizes": []}', '{"_sizes": 128}', '{"_sizes": [128]}', '{"_sizes": [[64, 64], [160, 128]]}'):
+        (folder / "model_index.json").write_text(text)
+        beside.check_size(identify_model(folder, FAMILIES), qwen_image, width=160, height=128)

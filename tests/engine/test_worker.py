@@ -275,6 +275,7 @@ def _ask_badly(worker: Talk, data: Places, request: dict) -> None:
     for id, change, word in (
         ("b1", {"model": "no/such"}, "no/such"),
         ("b2", {"width": 100}, "100"),
+        ("b10", {"width": 160}, "160 x 128"),
         ("b3", {"input_image": str(PROJECT / "pyproject.toml")}, "pyproject.toml"),
         ("b4", {"input_image": str(data.root / "gone.png")}, "gone.png"),
         ("b5", {"model": "my/broken"}, "model.safetensors"),

@@ -23,6 +23,7 @@ INDEX = {
     "transformer": ["diffusers", "QwenImageTransformer2DModel"],
     "vae": ["diffusers", "AutoencoderKLQwenImage"],
     "_defaults": {"width": 128, "height": 128, "num_inference_steps": 12, "guidance": 3.0},  # what a request is best
+    "_sizes": [[128, 128]],  # nothing else looks right
 }
 
 
