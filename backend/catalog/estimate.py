@@ -85,10 +85,11 @@ class Fixed:
     workspace_bytes: int = 40 * MIB  # matrix product libraries
     ram_bytes: int = 900 * MIB  # interpreter, torch and CUDA libraries
     pool: str = "expandable"  # which allocator: "native" where segments cannot grow (Windows)
+    converts: bool = True  # 16-bit convolutions copy what they read and write into another layout (cuDNN)
     learnt_bytes: int = 0  # measured minus predicted, on this device and family
 
 
-CPU_FIXED = Fixed(context_low_bytes=0, context_high_bytes=0, workspace_bytes=0, ram_bytes=500 * MIB)
+CPU_FIXED = Fixed(context_low_bytes=0, context_high_bytes=0, workspace_bytes=0, ram_bytes=500 * MIB, converts=False)
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,9 @@ def text(part: PartSizes, point: dict, work: Work, fixed: Fixed) -> Working:
 def decode(part: PartSizes, point: dict, dtype: str, fixed: Fixed, *, tiled: bool = False, stage: str = "decode") -> Working:
     """Latents to pixels (or, `stage` "encode", back), whole or in tiles."""
     kind = "video" if point["f"] > 1 else "picture"
-    whole, factor = _form(part, f"{stage}/{{}}/{kind}", dtype)
+    traced = dtype if fixed.converts else "float32"  # in which no copies are counted
+    whole, factor = _form(part, f"{stage}/{{}}/{kind}", traced)
+    factor *= DTYPE_BYTES[dtype] / DTYPE_BYTES[traced]
     if whole is None:
         return Working(*(int(point["h"] * point["w"] * point["f"] * 2**17 * s) for s in (1, 1.2, 1.4)))
     bytes_whole = evaluate(whole, point) * factor
@@ -232,13 +235,15 @@ def phase(
     staging: int = 0, adapter: int = 0, ram: int = 0, seconds: tuple[float, float] = (0.0, 0.0),
 ) -> PhasePlan:  # fmt: skip
     """The stacked bar of one phase."""
-    held = sum(weights.values()) + staging + adapter + fixed.workspace_bytes + fixed.learnt_bytes
+    live = sum(weights.values()) + staging + adapter + fixed.learnt_bytes
+    held = live + fixed.workspace_bytes
     return PhasePlan(
         name=name,
         weights_bytes=weights,
         working_bytes=working.live,
         adapter_bytes=adapter,
         staging_bytes=staging,
+        live_bytes=max(0, live + working.live),
         peak_low_bytes=max(0, held + working.least + fixed.context_low_bytes),
         peak_high_bytes=max(0, held + working.likely + fixed.context_high_bytes),
         ram_bytes=ram + fixed.ram_bytes,

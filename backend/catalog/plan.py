@@ -63,10 +63,11 @@ def plan(
 
 
 def fixed_of(card: Card) -> Fixed:
-    """What this process assumes of the device: nothing on a CPU; growing segments wherever torch has them."""
+    """What this process assumes of the device: nothing on a CPU; growing segments, and cuDNN's copies, wherever torch has them."""
     if card.device == "cpu":
         return CPU_FIXED
-    return Fixed(pool="native" if sys.platform == "win32" else "expandable")
+    cuda = card.device.startswith("cuda")
+    return Fixed(pool="native" if sys.platform == "win32" or not cuda else "expandable", converts=cuda)
 
 
 def budget_of(card: Card) -> int:
@@ -108,7 +109,7 @@ def _together(terms: Terms, *each: Option) -> Option:
             }  # fmt: skip
             more = sum(others.values())
             phases.append(replace(
-                phase, weights_bytes=phase.weights_bytes | others,
+                phase, weights_bytes=phase.weights_bytes | others, live_bytes=phase.live_bytes + more,
                 peak_low_bytes=phase.peak_low_bytes + more, peak_high_bytes=phase.peak_high_bytes + more,
             ))  # fmt: skip
     rungs = tuple(dict.fromkeys(rung for option in each for rung in option.rungs))
@@ -176,6 +177,7 @@ def _emit(chosen: tuple[Option, ...], terms: Terms, card: Card, fits: bool, verd
         steps=sentences.steps(chosen, terms, groups),
         settings=training.settings(layout, terms) if terms.work.targets else {},
         advice="" if fits and verdict == "green" else sentences.advice(chosen, terms, card),
+        peak_live_bytes=max((phase.live_bytes for phase in phases), default=0),
         peak_low_bytes=max((phase.peak_low_bytes for phase in phases), default=0),
         peak_high_bytes=max((phase.peak_high_bytes for phase in phases), default=0),
         ram_bytes=ram,

@@ -77,6 +77,7 @@ class PhasePlan:
     working_bytes: int = 0
     adapter_bytes: int = 0  # LoRA, gradients and optimizer state
     staging_bytes: int = 0
+    live_bytes: int = 0  # of tensors alive at once on the device: what a run measures
     peak_low_bytes: int = 0  # the least pool that still runs
     peak_high_bytes: int = 0  # what the allocator is likely to reserve
     ram_bytes: int = 0
@@ -109,6 +110,7 @@ class VramPlan:
     steps: tuple[PlanStep, ...] = ()
     settings: dict[str, object] = field(default_factory=dict)  # training: knobs of the config that take this plan
     advice: str = ""
+    peak_live_bytes: int = 0
     peak_low_bytes: int = 0
     peak_high_bytes: int = 0
     ram_bytes: int = 0

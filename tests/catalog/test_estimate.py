@@ -84,15 +84,21 @@ def test_a_single_picture_of_qwen_image_is_decoded_without_the_video_cache():
         assert estimate.decode(sizes.parts["vae"], point, "bfloat16", FIXED, tiled=True).live < 0.4 * whole.live
 
 
-@pytest.mark.parametrize(("model", "batch", "kept", "gib"), [
-    ("Qwen-Image", 1, False, 2.3), ("Qwen-Image", 2, False, 4.6), ("Qwen-Image", 1, True, 32.6), ("FLUX.1-dev", 1, False, 2.4),
-    ("Z-Image", 1, False, 2.4),
+# GiB with weights, adapters, gradients and two moments, as another tracer found them for lean adapters on diffusers' classes
+@pytest.mark.parametrize(("model", "side", "batch", "kept", "gib"), [
+    ("Qwen-Image", 512, 1, False, 39.2), ("Qwen-Image", 1024, 1, False, 40.7), ("Qwen-Image", 1024, 4, False, 47.2),
+    ("Qwen-Image", 1328, 2, False, 45.7), ("Qwen-Image", 1024, 1, True, 64.4), ("Qwen-Image", 1024, 2, True, 93.1),
+    ("FLUX.1-dev", 1024, 1, False, 24.6), ("FLUX.1-dev", 1024, 4, False, 31.0), ("FLUX.1-dev", 1024, 2, True, 61.4),
+    ("Z-Image", 1024, 1, False, 13.9), ("Z-Image", 1024, 4, False, 20.5), ("Z-Image", 1024, 1, True, 42.8),
 ])  # fmt: skip
-def test_a_training_step_grows_with_pictures_and_kept_activations(model, batch, kept, gib):
+def test_a_training_step(model, side, batch, kept, gib):
     sizes = sizes_of(model)
-    work = Work(targets="attention", rank=16, batch=batch, text_tokens=sizes.defaults["text_tokens"])
-    found, ends, _ = estimate.step(sizes.parts["dit"], point_of(sizes, work), work, Layout(checkpointed=not kept), FIXED)
-    assert found.live / GIB == pytest.approx(gib, rel=0.35)
+    dit = sizes.parts["dit"]
+    text = 512 if model.startswith("FLUX") else 256
+    work = Work(width=side, height=side, targets="attention", rank=16, batch=batch, text_tokens=text)
+    found, ends, _ = estimate.step(dit, point_of(sizes, work), work, Layout(checkpointed=not kept), FIXED)
+    trained = 16 * lora_size(dit, "attention", 16)[1]
+    assert (found.live + trained + dit.bytes("bfloat16", "bfloat16")) / GIB == pytest.approx(gib, rel=0.01)
     assert ends <= found.live
 
 
