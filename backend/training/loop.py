@@ -135,12 +135,10 @@ def one_step(run: Run, groups: list[list[Batch]]) -> float | None:
     norm = accelerator.clip_grad_norm_(list(run.weights.values()), run.config.training.max_grad_norm or float("inf"))
     good = bool(torch.isfinite(torch.as_tensor(float(norm))))
     if run.beside:
-        run.beside.bring_gradients()
-    if good or accelerator.scaler is not None:  # a scaler skips the step itself, and lowers its scale
+        run.beside.step(run.optimizers, good=good)
+    elif good or accelerator.scaler is not None:  # a scaler skips the step itself, and lowers its scale
         for optimizer in run.optimizers:
             optimizer.step()
-        if run.beside:
-            run.beside.return_weights()
     for optimizer in run.optimizers:
         optimizer.zero_grad(set_to_none=True)
     if _processes(run) > 1:

@@ -147,7 +147,6 @@ def prepare_source(
         fill_prompts(source, base, load, wishes, sorted(prompts))
     if shared and wishes.rank == 0:
         prune(cache, section.data_cache_gib * 2**30)
-    free_memory()
     return source
 
 

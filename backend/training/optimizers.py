@@ -166,31 +166,6 @@ class Mean:
             self.values[name] = last
 
 
-class Beside:
-    """Copies of weights in RAM for an optimizer that works there: gradients are brought to them, and new weights back."""
-
-    def __init__(self, weights: dict[str, torch.nn.Parameter]):
-        self.weights = weights
-        self.copies = {name: torch.nn.Parameter(weight.detach().cpu().clone()) for name, weight in weights.items()}
-
-    def bring_gradients(self) -> None:
-        """Moves the gradients; the weights keep none."""
-        for name, weight in self.weights.items():
-            self.copies[name].grad = None if weight.grad is None else weight.grad.detach().to("cpu")
-            weight.grad = None
-
-    @torch.no_grad()
-    def return_weights(self) -> None:
-        for name, weight in self.weights.items():
-            weight.copy_(self.copies[name], non_blocking=True)
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Takes the weights as they are now, after they were changed from outside."""
-        for name, weight in self.weights.items():
-            self.copies[name].copy_(weight)
-
-
 class Lion(torch.optim.Optimizer):
     """Chen et al. 2023: the sign of a momentum. Wants about a third of Adam's rate and three times its decay."""
 

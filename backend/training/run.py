@@ -9,9 +9,10 @@ import torch
 
 from backend.training.adapters import Adapter
 from backend.training.base import Base
+from backend.training.beside import Beside
 from backend.training.learner import Learner
 from backend.training.material import Source
-from backend.training.optimizers import Beside, Mean
+from backend.training.optimizers import Mean
 from backend.training.reporter import Reporter
 from backend.training.writer import Writer
 

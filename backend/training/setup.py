@@ -17,13 +17,14 @@ from backend.training.adapters import Adapter, add_adapter, load_adapter
 from backend.training.attention import plain_on_cpu
 from backend.training.base import DTYPES, Base, find_base, load_parts, tokenizer_folder
 from backend.training.batches import Batch
+from backend.training.beside import Beside
 from backend.training.captions import lines_of
 from backend.training.dataset import Dataset, read_dataset, read_folder
 from backend.training.extras import check_flags, check_steps
 from backend.training.frozen import keeping
 from backend.training.learner import Learner, named_trainable
 from backend.training.material import Source, Wishes, fill_prompts, free_memory, prepare_source, split_off
-from backend.training.optimizers import Beside, Mean, make_optimizers
+from backend.training.optimizers import Mean, make_optimizers
 from backend.training.quantised import Quantised, read_options
 from backend.training.reporter import Reporter
 from backend.training.run import Run, gather, lora_part, trained_parts
@@ -95,8 +96,9 @@ def make_loader(config, accelerator) -> Loader:
     check_flags(config, base.family)
     trained, part, device = trained_parts(config), lora_part(config), accelerator.device
     dtype = _dtype(config, device)
-    _check_parts(base.spec.parts, (*trained, *([part] if part else [])), title=base.spec.title)
     flowing = () if config.training.task.endswith(":data_process") else ("dit", *([part] if part else []))
+    if flowing:  # the first of two stages trains nothing, and need not have what will
+        _check_parts(base.spec.parts, (*trained, *([part] if part else [])), title=base.spec.title)
     quantised = read_options(config.model.quant_options, base.entries, base.spec.parts, trained=trained, flowing=flowing)
     kept = keeping(
         config.model, config.memory, base.entries, base.spec.parts, trained=trained, device=device, dtype=dtype,
