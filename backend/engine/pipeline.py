@@ -45,7 +45,7 @@ class Pipeline:
         self.family = families.by_name(spec.family)
         self.tiled_vae = tiled_vae
         self.notes: list[str] = []
-        self.on_phase: Callable[[str], None] | None = None  # told when the parts of a phase are where they compute
+        self.on_phase: Callable[[str], None] | None = None  # told the phase when its parts are where they compute, and "" after it
         self.parts: dict[str, object] = {}
         self.placements: dict[str, object] = {}
         self._encodings: OrderedDict[str, dict] = OrderedDict()
@@ -94,9 +94,12 @@ class Pipeline:
         for name in names:
             if name in self.placements:
                 self.placements[name].onload()
-        if self.on_phase and names[0] in self.family.PARTS:
-            self.on_phase(self.family.PARTS[names[0]].phase)
+        tell = self.on_phase if names[0] in self.family.PARTS else None
+        if tell:
+            tell(self.family.PARTS[names[0]].phase)
         yield
+        if tell:
+            tell("")
 
     @torch.no_grad()
     def encode_prompt(self, prompt: str) -> dict:
