@@ -26,7 +26,8 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run_training(data: Places, tiny_qwen: Path, pictures: Path) -> Callable[..., int]:
-    """`run_training(output, "--flag", value, …)`: a run of the tiny model in this process; its exit status."""
+    """`run_training(output, "--flag", value, …)`: a run of the tiny model in this process; its exit status. `.as_typed(argv)`: of a
+    command line that says everything itself."""
     import signal
 
     import torch
@@ -45,6 +46,11 @@ def run_training(data: Places, tiny_qwen: Path, pictures: Path) -> Callable[...,
         sizes = ["--max_pixels", "4096", "--lora_rank", "4", "--learning_rate", "1e-3"]
         return main([*named, *sizes, "--output_path", str(output), *map(str, flags)])
 
+    def as_typed(argv: list[str]) -> int:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return main(argv)
+
+    run.as_typed = as_typed
     yield run
     torch.set_num_threads(threads)
     for name, handler in handlers.items():

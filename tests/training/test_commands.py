@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,7 +36,9 @@ def launch(data):
     children: list[psutil.Popen] = []
 
     def start(argv: list[str]) -> psutil.Popen:
-        environment = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        if "backend.training" in argv:  # by name; a script finds its project by itself
+            environment["PYTHONPATH"] = str(PROJECT)
         log = (data.root / f"log-{len(children)}.txt").open("wb")
         children.append(psutil.Popen(argv, cwd=data.root, env=environment, stdout=log, stderr=subprocess.STDOUT))
         return children[-1]
@@ -80,8 +83,6 @@ def documented(dataset: Path) -> list[str]:
 
 @pytest.fixture
 def table(tmp_path: Path, pictures: Path) -> Path:
-    import shutil
-
     folder = tmp_path / "set"
     shutil.copytree(pictures, folder, ignore=shutil.ignore_patterns("*.txt", "3.*", "4.*"))
     (folder / "metadata.csv").write_text('image,prompt\n0.png,a ball\n1.png,"a ball, small"\n2.png,a big ball\n')
@@ -109,18 +110,22 @@ def test_the_documented_command_killed_and_gone_on_with_is_the_uninterrupted(lau
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_the_result_is_taken_by_the_python_pipeline(launch, data, table: Path):
+def test_the_script_by_its_path_works_on_the_working_folder_and_its_result_is_taken_by_the_pipeline(
+    launch, data, table: Path, tiny_qwen: Path, monkeypatch
+):
+    from backend.catalog.identify import identify_model
     from backend.engine import lora
     from backend.engine.load import load_part
-    from backend.schema.training import ModelSection
-    from backend.training.base import find_base
+    from backend.families import FAMILIES
 
-    command = [sys.executable, "-m", "backend.training", *documented(table), "--max_steps", "1"]
-    assert launch(command).wait(300) == 0, log(data)
-    base = find_base(ModelSection())
-    dit = load_part(base.spec.parts["dit"], dtype=torch.float32)
+    shutil.copytree(tiny_qwen, data.models / "Qwen" / "Qwen-Image")
+    monkeypatch.delenv("LOFT_DATA")
+    parts = (name.replace("loft/starter", "Qwen/Qwen-Image") for name in documented(table))
+    assert launch([*LAUNCH, str(PROJECT / "train.py"), *parts, "--max_steps", "1"]).wait(300) == 0, log(data)
+    dit = load_part(identify_model(tiny_qwen, FAMILIES).parts["dit"], dtype=torch.float32)
     receipt = lora.load(dit, data.root / "models" / "train" / "my_lora" / "step-1.safetensors")
     assert receipt.layers_applied == receipt.layers_found > 0 and not receipt.unused
+    assert (data.root / "cache" / "encodings").is_dir()
 
 
 def test_two_processes_train_as_one_with_twice_the_turns(launch, data, tiny_qwen: Path, pictures: Path):

@@ -155,42 +155,6 @@ def test_out_of_memory_goes_on_one_rung_lower(run_training, events, tmp_path: Pa
     assert said["kind"] == "out_of_memory" and "--max_pixels" in said["hint"]
 
 
-def test_the_documented_fp8_command_on_a_folder_of_models(
-    data, pictures: Path, tiny_qwen: Path, run_training, events, monkeypatch
-):
-    """Paths are relative to the data folder; all three parts in FP8, named as they were given."""
-    from backend.training.__main__ import main
-
-    shutil.copytree(tiny_qwen, data.models / "Qwen" / "Qwen-Image")
-    shutil.copytree(
-        pictures, data.root / "data" / "example_image_dataset", ignore=shutil.ignore_patterns("[34].*", "*.txt")
-    )
-    (data.root / "data" / "example_image_dataset" / "metadata.csv").write_text(
-        "image,prompt\n0.png,a ball\n1.png,a red ball\n"
-    )
-    monkeypatch.chdir(data.root)
-    parts = (
-        "transformer/diffusion_pytorch_model*.safetensors",
-        "text_encoder/model*.safetensors",
-        "vae/diffusion_pytorch_model.safetensors",
-    )
-    models = ",".join(f"Qwen/Qwen-Image:{part}" for part in parts)
-    command = [
-        "--dataset_base_path", "data/example_image_dataset", "--dataset_metadata_path", "data/example_image_dataset/metadata.csv",
-        "--max_pixels", "1048576", "--dataset_repeat", "2", "--model_id_with_origin_paths", models, "--fp8_models", models,
-        "--learning_rate", "1e-4", "--num_epochs", "5", "--remove_prefix_in_ckpt", "pipe.dit.",
-        "--output_path", "./models/train/Qwen-Image_lora_fp8", "--lora_base_model", "dit", "--lora_target_modules",
-        "to_q,to_k,to_v,add_q_proj,add_k_proj,add_v_proj,to_out.0,to_add_out,img_mlp.net.2,img_mod.1,txt_mlp.net.2,txt_mod.1",
-        "--lora_rank", "32", "--use_gradient_checkpointing", "--dataset_num_workers", "8", "--find_unused_parameters",
-    ]  # fmt: skip
-    assert main(command) == 0
-    out = data.root / "models" / "train" / "Qwen-Image_lora_fp8"
-    assert sorted(path.name for path in out.glob("*.safetensors")) == [
-        f"epoch-{number}.safetensors" for number in range(5)
-    ]
-    assert events(out)[-1]["reason"] == "complete"
-
-
 QUANTISED = (
     "int8",
     "bitsandbytes_nf4",

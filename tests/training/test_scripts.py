@@ -1,0 +1,148 @@
+"""The shell scripts of DiffSynth-Studio's documents for Qwen-Image, as they are typed but for the script's path.
+
+They run here on a working folder with a tiny Qwen-Image under `models/Qwen/Qwen-Image`. What trains is asked to stop after its second step.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.torch
+
+DIT = "Qwen/Qwen-Image:transformer/diffusion_pytorch_model*.safetensors"
+TEXT, VAE = "Qwen/Qwen-Image:text_encoder/model*.safetensors", "Qwen/Qwen-Image:vae/diffusion_pytorch_model.safetensors"
+DATA = """--dataset_base_path data/example_image_dataset --dataset_metadata_path data/example_image_dataset/metadata.csv
+  --max_pixels 1048576 --dataset_repeat 50"""
+LORA = """--learning_rate 1e-4 --num_epochs 5 --remove_prefix_in_ckpt "pipe.dit." --lora_base_model "dit"
+  --lora_target_modules "to_q,to_k,to_v,add_q_proj,add_k_proj,add_v_proj,to_out.0,to_add_out,img_mlp.net.2,img_mod.1,txt_mlp.net.2,txt_mod.1"
+  --lora_rank 32 --use_gradient_checkpointing --dataset_num_workers 8 --find_unused_parameters"""
+ALL = f'--model_id_with_origin_paths "{DIT},{TEXT},{VAE}"'
+ONE_STAGE = {
+    "lora": f'{DATA} {ALL} {LORA} --output_path "./models/train/out"',
+    "full": f"""{DATA} {ALL} --learning_rate 1e-5 --num_epochs 2 --remove_prefix_in_ckpt "pipe.dit." --output_path "./models/train/out"
+        --trainable_models "dit" --use_gradient_checkpointing --find_unused_parameters""",
+    "fp8": f'{DATA} {ALL} --fp8_models "{DIT},{TEXT},{VAE}" {LORA} --output_path "./models/train/out"',
+    "quantised": f"""{DATA} {ALL} --quant_options "{DIT}:METHOD/img_mod.1,txt_mod.1,norm_out.linear,img_in,txt_in,proj_out,timestep_embedder.linear_1,timestep_embedder.linear_2"
+        {LORA} --output_path "./models/train/out" """,
+    "checkpoints in RAM": f'{DATA} {ALL} {LORA} --use_gradient_checkpointing_offload --output_path "./models/train/out"',
+    "CPU offload": f"""{DATA} {ALL} {LORA} --output_path "./models/train/out" --enable_model_cpu_offload
+        --enable_optimizer_cpu_offload --cpu_offload_split_threshold 1 --initialize_model_on_cpu""",
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(data, pictures: Path, tiny_qwen: Path, monkeypatch) -> Path:
+    """The working folder of the documents: a model and an example dataset, of one picture."""
+    shutil.copytree(tiny_qwen, data.models / "Qwen" / "Qwen-Image")
+    example = data.root / "data" / "example_image_dataset"
+    example.mkdir(parents=True)
+    shutil.copy(pictures / "0.png", example / "0.png")
+    (example / "metadata.csv").write_text("image,prompt\n0.png,a ball\n")
+    monkeypatch.chdir(data.root)
+    return data.root
+
+
+@pytest.fixture
+def typed(folder: Path, run_training):
+    """`typed(command)`: runs it as typed; what trains is asked to stop after two steps. Answers the output folder."""
+
+    def run(command: str) -> Path:
+        argv = shlex.split(command)
+        out = Path(argv[argv.index("--output_path") + 1])
+        stopper = threading.Thread(target=_stop_after, args=(out, 2), daemon=True)
+        stopper.start()
+        assert run_training.as_typed(argv) == 0
+        return out
+
+    return run
+
+
+def _stop_after(out: Path, step: int) -> None:
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        said = _events(out)
+        if any(event["event"] == "step" and event["step"] >= step for event in said):
+            (out / "stop").touch()
+        if said and said[-1]["event"] in ("finished", "trouble"):
+            return
+        time.sleep(0.02)
+
+
+def _events(out: Path) -> list[dict]:
+    try:
+        lines = (out / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def result(out: Path) -> Path:
+    """The one result of a stopped run."""
+    said = _events(out)
+    assert (said[-1]["event"], said[-1]["reason"]) == ("finished", "stopped")
+    return out / f"step-{said[-1]['step']}.safetensors"
+
+
+@pytest.mark.parametrize("name", ONE_STAGE)
+def test_a_script_of_one_stage(typed, name: str):
+    out = typed(ONE_STAGE[name].replace("METHOD", "int8"))
+    started = next(event for event in _events(out) if event["event"] == "started")
+    assert started["total_steps"] == (100 if name == "full" else 250)
+    with safe_open(result(out), "pt") as file:
+        names = set(file.keys())
+    if name == "full":
+        assert "transformer_blocks.0.attn.to_q.weight" in names and not any("lora" in key for key in names)
+    else:
+        assert "transformer_blocks.1.txt_mod.1.lora_B.weight" in names and len(names) == 2 * 2 * 12
+
+
+def test_the_script_of_a_quantised_base_as_typed(typed):
+    pytest.importorskip("bitsandbytes")
+    assert load_file(result(typed(ONE_STAGE["quantised"].replace("METHOD", "bitsandbytes_nf4"))))
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["split", "split, little memory"])
+def test_the_scripts_of_two_stages(typed, fp8: bool):
+    offload = " --use_gradient_checkpointing_offload" if fp8 else ""
+    first = typed(f"""{DATA.replace(" 50", " 1")} --model_id_with_origin_paths "{TEXT},{VAE}" {LORA}{offload}
+        --output_path "./models/train/cache" --task "sft:data_process" {f'--fp8_models "{TEXT},{VAE}"' if fp8 else ""}""")
+    shutil.rmtree("data")  # what the second stage does not need
+    out = typed(f"""--dataset_base_path "./models/train/cache" --max_pixels 1048576 --dataset_repeat 50
+        --model_id_with_origin_paths "{DIT}" {f'--fp8_models "{DIT}"' if fp8 else ""} {LORA}{offload}
+        --output_path "./models/train/out" --task "sft:train" """)
+    assert first == Path("models/train/cache") and load_file(result(out))
+
+
+def test_the_script_of_a_differential_lora(typed):
+    first = typed(ONE_STAGE["lora"].replace("train/out", "train/first"))
+    shutil.move(result(first), first / "epoch-4.safetensors")
+    for method in ("", f'--quant_options "{DIT}:int8"'):
+        command = f"""{ONE_STAGE["lora"]} {method} --preset_lora_path "./models/train/first/epoch-4.safetensors" --preset_lora_model "dit" """
+        assert load_file(result(typed(command)))
+
+
+def test_the_script_of_a_direct_distillation(typed, folder: Path):
+    table = folder / "data" / "example_image_dataset" / "metadata_distill_qwen.csv"
+    table.write_text("image,prompt,seed,rand_device,num_inference_steps,cfg_scale\n0.png,a ball,0,cpu,4,1\n")
+    out = typed(f"""{DATA.replace("metadata.csv", table.name).replace("--max_pixels 1048576", "--height 64 --width 64")} {ALL} {LORA}
+        --data_file_keys "image" --extra_inputs "seed,rand_device,num_inference_steps,cfg_scale" --output_path "./models/train/out"
+        --task direct_distill""")
+    assert load_file(result(out))
+
+
+def test_the_script_of_an_edit_model_is_refused_by_name(folder: Path, run_training, capsys):
+    command = f"""{DATA} {ALL} {LORA} --data_file_keys "image,edit_image" --extra_inputs "edit_image" --output_path "./models/train/out" """
+    assert run_training.as_typed(shlex.split(command)) == 2
+    assert "cannot be trained with the input edit_image" in capsys.readouterr().err
