@@ -113,6 +113,8 @@ PREFIXES = (  # regular expression, component ("" says nothing); longest first w
     (r"lycoris_", DIT),
     (r"oft_unet_", DIT),
     (r"(?!lora_)[A-Za-z0-9]\w*?_lora_", DIT),
+    (r"text_encoders\.clip_g\.(?:transformer\.)?", "text_encoder_2"),
+    (r"text_encoders\.\w*t5\w*\.(?:transformer\.)?", "text_encoder_3"),
     (r"text_encoders?\.(?:[A-Za-z0-9_]+\.transformer\.)?", "text_encoder"),
     (r"text_encoder_2\.", "text_encoder_2"),
     (r"text_encoder_3\.", "text_encoder_3"),

@@ -97,12 +97,13 @@ class LoraSign:
     """Module names that make a LoRA file one for this family: regular expressions over flattened names, prefix cut off.
 
     Every one of `names` must be found in some name, none of `never` in any; `widths` says which input widths a module may
-    have whose name matches. A sign without `sure` says only that the family is possible.
+    have whose name matches, `rows` how many outputs. A sign without `sure` says only that the family is possible.
     """
 
     names: tuple[str, ...]
     never: tuple[str, ...] = ()
     widths: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    rows: dict[str, tuple[int, ...]] = field(default_factory=dict)
     sure: bool = True
 
 

@@ -79,6 +79,8 @@ def identify_files(paths: Iterable[PathLike | Sequence[PathLike]], families: Ite
             heaps.extend(_heap(group) for group in _groups([Path(path)]))
     merged = _merged(heaps)
     first = merged[0].files[0] if merged else None
+    if len(merged) > 1:
+        merged = _as_one(merged, tuple(families))
     return _model(merged, tuple(families), first if len(heaps) == 1 else None)
 
 
@@ -93,6 +95,24 @@ def _merged(heaps: list[Heap]) -> list[Heap]:
         group[0] if len(group) == 1 else _heap(tuple(sorted(f for heap in group for f in heap.files)))
         for group in groups.values()
     ]
+
+
+def _as_one(heaps: list[Heap], families: tuple[ModuleType, ...]) -> list[Heap]:
+    """Files of which one alone is nothing are pieces of one model if they are named alike and no name is in two of them."""
+    pieces = [heap for heap in heaps if not _is_whole(heap, families)]
+    names = [name for heap in heaps for name in heap.tensors]
+    beginnings = [{name.partition(".")[0] for name in heap.tensors} for heap in heaps]
+    alike = all(any(one & other for other in beginnings if other is not one) for one in beginnings)
+    if not pieces or not alike or len(set(names)) < len(names):
+        return heaps
+    return [_heap(tuple(file for heap in heaps for file in heap.files))]
+
+
+def _is_whole(heap: Heap, families: tuple[ModuleType, ...]) -> bool:
+    try:
+        return bool(_parts_of(heap, families))
+    except Trouble:
+        return False
 
 
 def _walk(folder: Path) -> Iterable[Path]:
@@ -200,8 +220,12 @@ def _heap(files: Sequence[Path]) -> Heap:
     return Heap(tuple(files), files[0].parent, tensors, metadata)
 
 
+def _parts_of(heap: Heap, families: tuple[ModuleType, ...]) -> list[Found]:
+    return find_parts(heap.tensors, heap.metadata, families, folder=heap.folder)
+
+
 def _find(heap: Heap, families: tuple[ModuleType, ...]) -> list[Found]:
-    found = find_parts(heap.tensors, heap.metadata, families, folder=heap.folder)
+    found = _parts_of(heap, families)
     if not found:
         raise _stranger(heap)
     return found

@@ -33,7 +33,7 @@ class Outline:
     num_modules: int
     algorithms: tuple[str, ...]
     components: tuple[str, ...]
-    widths: tuple[tuple[str, int], ...]  # (flattened module name, input width or 0), denoiser only
+    widths: tuple[tuple[str, int, int], ...]  # (flattened module name, input width, rows; 0 for unknown), denoiser only
 
 
 def identify_lora(path: str | os.PathLike, families: Iterable[ModuleType]) -> LoraSpec:
@@ -88,11 +88,11 @@ def outline_of(keys: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> Ou
         components[reading.component or "dit"] = None
         targets[target_of(reading.name)] = None
         algorithms |= {ALGORITHMS[role] for role in roles if role in ALGORITHMS}
-        rank, width = _rank_and_width(roles, shape_of)
+        rank, width, rows = _sizes(roles, shape_of)
         if rank:
             ranks.add(rank)
         if reading.component in ("", "dit"):
-            widths.append((flatten(reading.name), width))
+            widths.append((flatten(reading.name), width, rows))
     return Outline(
         dialect=_dialect(keys, modules),
         ranks=tuple(sorted(ranks)),
@@ -104,18 +104,24 @@ def outline_of(keys: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> Ou
     )
 
 
-def _rank_and_width(roles: Mapping[str, str], shape_of: Mapping[str, tuple]) -> tuple[int, int]:
-    """(rank, input width), 0 where the module's tensors do not show it."""
-    for role in ("down", "hada_w1_b"):
-        shape = shape_of.get(roles.get(role, ""))
-        if shape and len(shape) > 1:
-            return shape[0], shape[1]
-    for role in ("lokr_w2_b", "lokr_w1_b"):
-        shape = shape_of.get(roles.get(role, ""))
-        if shape:
-            return shape[0], 0
-    shape = shape_of.get(roles.get("diff", ""))
-    return 0, shape[1] if shape and len(shape) > 1 else 0
+def _sizes(roles: Mapping[str, str], shape_of: Mapping[str, tuple]) -> tuple[int, int, int]:
+    """(rank, input width, rows), 0 where the module's tensors do not show it."""
+
+    def size(role: str, place: int) -> int:
+        shape = shape_of.get(roles.get(role, ""), ())
+        return shape[place] if len(shape) > 1 else 0
+
+    for inner, outer in (("down", "up"), ("hada_w1_b", "hada_w1_a")):
+        if size(inner, 1):
+            return size(inner, 0), size(inner, 1), 0 if "hada_t1" in roles else size(outer, 0)
+    if size("diff", 1):
+        return 0, size("diff", 1), size("diff", 0)
+    left, right = (
+        (size(f"lokr_{w}", 0) or size(f"lokr_{w}_a", 0), size(f"lokr_{w}", 1) or size(f"lokr_{w}_b", 1))
+        for w in ("w1", "w2")
+    )
+    rank = size("lokr_w2_b", 0) or size("lokr_w1_b", 0)
+    return rank, left[1] * right[1], 0 if "lokr_t2" in roles else left[0] * right[0]
 
 
 def target_of(name: str) -> str:
@@ -154,7 +160,7 @@ def _suffix_style(key: str) -> str:
 
 
 def families_of(
-    widths: Iterable[tuple[str, int]], metadata: Mapping[str, str], families: Iterable[ModuleType]
+    widths: Iterable[tuple[str, int, int]], metadata: Mapping[str, str], families: Iterable[ModuleType]
 ) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     """(family, "" where it cannot be told; families possible; why) of a LoRA with these modules."""
     families = tuple(families)
@@ -171,7 +177,9 @@ def families_of(
 
 
 @lru_cache(maxsize=256)
-def _candidates(widths: tuple[tuple[str, int], ...], families: tuple[ModuleType, ...]) -> tuple[tuple[str, str], ...]:
+def _candidates(
+    widths: tuple[tuple[str, int, int], ...], families: tuple[ModuleType, ...]
+) -> tuple[tuple[str, str], ...]:
     """(family, why) by the modules alone: those that are sure, else those that are possible."""
     sure, possible = {}, {}
     for family in families:
@@ -182,9 +190,9 @@ def _candidates(widths: tuple[tuple[str, int], ...], families: tuple[ModuleType,
     return tuple((sure or possible).items())
 
 
-def _shows(sign: LoraSign, widths: tuple[tuple[str, int], ...]) -> str:
+def _shows(sign: LoraSign, widths: tuple[tuple[str, int, int], ...]) -> str:
     """Why these modules bear the sign; "" where they do not."""
-    joined = "\n".join(name for name, _ in widths)
+    joined = "\n".join(name for name, _, _ in widths)
     first = ""
     for pattern in sign.names:
         match = re.search(pattern, joined)
@@ -193,11 +201,12 @@ def _shows(sign: LoraSign, widths: tuple[tuple[str, int], ...]) -> str:
         first = first or match.group()
     if any(re.search(pattern, joined) for pattern in sign.never):
         return ""
-    for pattern, allowed in sign.widths.items():
-        seen = {width for name, width in widths if width and re.search(pattern, name)}
-        if not seen & set(allowed):
-            return ""
-        first += f", width {min(seen & set(allowed))}"
+    for what, place, wanted in (("width", 1, sign.widths), ("rows", 2, sign.rows)):
+        for pattern, allowed in wanted.items():
+            seen = {module[place] for module in widths if module[place] and re.search(pattern, module[0])}
+            if not seen & set(allowed):
+                return ""
+            first += f", {what} {min(seen & set(allowed))}"
     return f"has {first}"
 
 

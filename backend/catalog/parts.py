@@ -64,6 +64,11 @@ def find_parts(
     return found
 
 
+def is_like(tensors: Mapping, family: ModuleType, part: str) -> bool:
+    """Whether tensors under a part's own names (anything with a shape) can be that part of `family`."""
+    return any(sign.part == part and not sign.dialect and _fits(tensors, sign, "") for sign in family.SIGNATURES)
+
+
 def _best_match(tensors: Mapping[str, TensorAt], family: ModuleType, part: str) -> tuple[Signature, str] | None:
     best, best_score = None, -1
     for signature in family.SIGNATURES:
@@ -87,7 +92,8 @@ def _fits(tensors: Mapping[str, TensorAt], signature: Signature, prefix: str) ->
     def at(name: str) -> TensorAt | None:
         return tensors.get(prefix + name.replace("{}", "0"))
 
-    if not all(at(name) for name in signature.must) or any(at(name) for name in signature.must_not):
+    missing = any(at(name) is None for name in signature.must)
+    if missing or any(at(name) is not None for name in signature.must_not):
         return False
     return all(_measures(at(name), shape) for name, shape in signature.shapes.items())
 
@@ -148,8 +154,12 @@ def _renamed(weights: dict, scales: dict, dialect: NameMap) -> tuple[dict, dict]
         scale = scales.get(name)
         if scale is None:
             continue
-        one_a_row = bool(scale.shape) and scale.shape[0] > 1
-        own_scales.update(own_tensors({name: scale}, dialect) if one_a_row else dict.fromkeys(pieces, scale))
+        several = bool(scale.shape) and scale.shape[0] > 1
+        cut = own_tensors({name: scale}, dialect) if several else dict.fromkeys(pieces, scale)
+        for own, piece in cut.items() if several else ():
+            if pieces[own].shape[0] * scale.shape[0] != piece.shape[0] * at.shape[0]:
+                raise Trouble("not_supported", f"{at.file.name} keeps blocks of {name} that lie across its parts.")
+        own_scales.update(cut)
     return own_weights, own_scales
 
 

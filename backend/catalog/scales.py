@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from backend.catalog.header import read_bytes
 from backend.catalog.spec import TensorAt
@@ -18,7 +18,8 @@ EIGHT_BIT = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "U8")
 SCALES = ("scale_weight", "weight_scale")
 ACTIVATION_ONLY = ("scale_input", "input_scale")  # hints for activations; the weights do not change by them
 MARKERS = ("scaled_fp8", "comfy_quant")
-FACTOR_FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")  # weight = codes x factor
+FACTOR_FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise", "int8_blockwise")  # weight = codes x factor
+FACTOR_DTYPES = ("F64", "F32", "F16", "BF16")
 HARMLESS = (  # what else a marker may say of a layer
     "format",
     "full_precision_matrix_mult",
@@ -30,6 +31,9 @@ HARMLESS = (  # what else a marker may say of a layer
 OTHER_FORMS = {
     "absmax": "bitsandbytes 4-bit",
     "quant_map": "bitsandbytes 4-bit",
+    "bitsandbytes__nf4": "bitsandbytes 4-bit",
+    "bitsandbytes__fp4": "bitsandbytes 4-bit",
+    "SCB": "bitsandbytes 8-bit",
     "weight_scale_2": "nvfp4",
     "qweight": "SVDQuant (nunchaku)",
     "wscales": "SVDQuant (nunchaku)",
@@ -54,7 +58,7 @@ def split_scales(tensors: Mapping[str, TensorAt], metadata: Mapping[str, str]) -
         module, _, leaf = name.rpartition(".")
         if at.dtype not in EIGHT_BIT or leaf in (*MARKERS, *SCALES, *ACTIVATION_ONLY):
             continue
-        scale = _scale_of(name, at, siblings[module], _said_of(module, formats))
+        scale = _scale_of(name, at, siblings[module], _said_of(module, formats), siblings.get(name, ()))
         if scale is not None:
             scales[name] = scale
     helpers = (*SCALES, *ACTIVATION_ONLY, *MARKERS)
@@ -76,9 +80,12 @@ def _by_module(tensors: Mapping[str, TensorAt]) -> dict[str, dict[str, TensorAt]
     return modules
 
 
-def _scale_of(name: str, at: TensorAt, beside: dict[str, TensorAt], said: dict | None) -> TensorAt | None:
+def _scale_of(
+    name: str, at: TensorAt, beside: dict[str, TensorAt], said: dict | None, strays: Iterable[str]
+) -> TensorAt | None:
+    """The factor of the 8-bit weight `name`. `beside`: its module's tensors; `strays`: what lies under its own name."""
     leaf = name.rpartition(".")[2]
-    for other in beside:
+    for other in (*beside, *strays):
         if other in OTHER_FORMS:
             raise _unsupported(at, name, f"{OTHER_FORMS[other]} ({other})")
     if leaf == "weight":
@@ -91,9 +98,34 @@ def _scale_of(name: str, at: TensorAt, beside: dict[str, TensorAt], said: dict |
             raise _unsupported(at, name, f"{at.dtype} without a factor")
         return None
     rows = at.shape[0] if at.shape else 1
-    if scale.shape not in ((), (1,), (1, 1), (rows,), (rows, 1)) or at.dtype == "U8":
-        raise _unsupported(at, name, f"a factor of shape {list(scale.shape)} for a weight of shape {list(at.shape)}")
+    known = scale.shape in ((), (1,), (1, 1), (rows,), (rows, 1)) or is_by_block(scale.shape, at.shape)
+    if not known or at.dtype == "U8" or scale.dtype not in FACTOR_DTYPES:
+        what = f"a {scale.dtype} factor of shape {list(scale.shape)} for a weight of shape {list(at.shape)}"
+        raise _unsupported(at, name, what)
+    for entry in (_marked(beside.get("comfy_quant")), said or {}):
+        _check_blocks(name, at, scale, entry)
     return scale
+
+
+def is_by_block(scale: tuple[int, ...], weight: tuple[int, ...]) -> bool:
+    """Whether a factor of that shape is one for each of equal blocks of a matrix, whose sides are powers of two in every scheme.
+
+    A remainder would leave the size of the blocks open.
+    """
+    if len(scale) != 2 or len(weight) != 2 or 0 in scale or scale[1] == 1:
+        return False
+    whole = all(size % parts == 0 for size, parts in zip(weight, scale, strict=True))
+    sides = [size // parts for size, parts in zip(weight, scale, strict=True)]
+    return whole and all(side & (side - 1) == 0 or side == size for side, size in zip(sides, weight, strict=True))
+
+
+def _check_blocks(name: str, at: TensorAt, scale: TensorAt, entry: Mapping) -> None:
+    """Raises Trouble where the block size that a file states is not the one that its factors have."""
+    said = entry.get("group_size")
+    if not isinstance(said, int) or not is_by_block(scale.shape, at.shape):
+        return
+    if said not in (at.shape[0] // scale.shape[0], at.shape[1] // scale.shape[1]):
+        raise _unsupported(at, name, f"blocks of {said} with a factor of shape {list(scale.shape)}")
 
 
 def _check_companions(name: str, at: TensorAt, beside: dict[str, TensorAt]) -> None:

@@ -183,7 +183,10 @@ def _unscaled(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> t
         raise Trouble(
             "not_finite", "A factor of an 8-bit weight is NaN or infinite.", hint="The model's file is damaged."
         )
-    if scale.numel() > 1:  # one factor a row
+    if scale.ndim == 2 and scale.shape[1] > 1:  # one factor a block
+        rows, columns = (size // parts for size, parts in zip(codes.shape, scale.shape, strict=True))
+        scale = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    elif scale.numel() > 1:  # one factor a row
         scale = scale.reshape(-1, *[1] * (codes.ndim - 1))
     return codes.float().mul_(scale).to(dtype)
 

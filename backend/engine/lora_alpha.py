@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from backend.catalog.lora_facts import is_ours, number, table
@@ -26,9 +26,10 @@ class AlphaRule:
     root: bool = False
     component: str = ""
 
-    def alpha_of(self, module: str) -> float | None:
+    def alpha_of(self, names: Iterable[str]) -> float | None:
+        """Of a module under its names: the model's own and the file's."""
         for pattern, alpha in self.patterns:
-            if pattern.search(module):
+            if any(pattern.search(name) for name in names):
                 return alpha
         return self.alpha
 
@@ -39,10 +40,10 @@ class AlphaRules:
 
     rules: dict[str, AlphaRule] = field(default_factory=dict)
 
-    def scale(self, module: str, component: str, rank: int) -> float:
+    def scale(self, names: Sequence[str], component: str, rank: int) -> float:
         """alpha / rank (or its root) by metadata; 1 where it says nothing."""
         rule = self.rules.get(component) or self.rules.get("")
-        alpha = rule.alpha_of(module) if rule else None
+        alpha = rule.alpha_of(names) if rule else None
         if alpha is None:
             return 1.0
         return alpha / math.sqrt(rank) if rule.root else alpha / rank
@@ -97,7 +98,8 @@ def _pattern(text: str) -> re.Pattern:
     """PEFT's patterns: the end of a module name, or a regular expression for one (only simple ones are let in)."""
     if SIMPLE.fullmatch(text) and not RUNAWAY.search(text):
         try:
-            return re.compile(rf"(?:^|\.)(?:{text.lstrip('^').removesuffix('$')})$")
+            start = "^" if text.startswith("^") else r"(?:^|\.)"
+            return re.compile(rf"{start}(?:{text.lstrip('^').removesuffix('$')})$")
         except re.error:
             pass
     return re.compile(rf"(?:^|\.){re.escape(text)}$")
@@ -112,22 +114,22 @@ def scale_of(
     roles: Mapping[str, str],
     rank: int,
     rules: AlphaRules,
-    module: str,
+    names: Sequence[str],
     component: str,
     notes: list[str],
 ) -> float:
-    """The factor of a module's change: alpha / rank. The alpha tensor, if there is one, is nearer evidence than metadata.
+    """The factor of the change of a module known by `names`: alpha / rank. The alpha tensor, if there is one, is nearer evidence than metadata.
 
     Raises Trouble("not_finite") for an alpha that is NaN or infinite.
     """
     key = roles.get("alpha")
     if key is None:
-        return rules.scale(module, component, rank)
+        return rules.scale(names, component, rank)
     alpha = alpha_value(source, key)
     if not math.isfinite(alpha):
-        raise Trouble("not_finite", f"{source.name}: alpha of {module} is {alpha}.", hint="The file is damaged.")
+        raise Trouble("not_finite", f"{source.name}: alpha of {names[0]} is {alpha}.", hint="The file is damaged.")
     if alpha == 0.0:
-        notes.append(f"alpha of {module} is 0, so it does nothing")
+        notes.append(f"alpha of {names[0]} is 0, so it does nothing")
     return alpha / rank
 
 

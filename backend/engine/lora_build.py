@@ -7,12 +7,14 @@ from dataclasses import replace
 import torch
 
 from backend.catalog.adapter import ALGORITHMS, plain
-from backend.catalog.names import Slot
+from backend.catalog.lora_facts import number
 from backend.engine.lora_alpha import alpha_value
-from backend.engine.lora_body import Body, Change, Dense, Dora, Hadamard, Kronecker, LowRank, dora_factor
+from backend.engine.lora_body import Body, Change, Dense, Hadamard, Kronecker, LowRank
+from backend.engine.lora_dora import with_dora
 from backend.engine.lora_module import Module, at_place, cut, fitted, in_shape, incomplete, mismatch, product
 from backend.schema.messages import Trouble
 
+DOUBT = "whole Kronecker factors act at full strength; a trainer that meant alpha / rank for them does not say so"
 UNREAD = (
     "oft",
     "oft_rescale",
@@ -27,6 +29,7 @@ UNREAD = (
     "glora_b1",
     "glora_b2",
 )
+BUTTERFLIES = 4  # dimensions of a stack of orthogonal blocks: [factors, blocks, b, b]; OFT's has three
 PAIRS = (  # (role, partner, how people call it): one without the other is half a pair
     ("down", "up"),
     ("up", "down"),
@@ -72,6 +75,7 @@ def check_whole(module: Module) -> None:
     for role in roles:
         if role in UNREAD or role.startswith("glora"):
             what = ALGORITHMS.get(role) or {"glora": "GLoRA", "oft": "OFT"}.get(role.partition("_")[0], role)
+            what = "BOFT" if role == "oft" and len(module.source.shapes[roles[role]]) == BUTTERFLIES else what
             raise Trouble(
                 "unknown_algorithm",
                 f"{name} uses {what} on {plain(module.stem)}, which is not read.",
@@ -180,7 +184,16 @@ def _lokr(module: Module) -> Kronecker:
     right = _with_kernel(module, left, right)
     if ranks:
         return Kronecker(left, right, module.scale(ranks[-1]))
+    _doubt_whole_factors(module)
     return Kronecker(left, right, 1.0)  # both whole: there is no rank, and alpha means nothing
+
+
+def _doubt_whole_factors(module: Module) -> None:
+    """Where metadata gives a rank, an alpha below it may have been meant as a factor; the file cannot show it."""
+    dim = number(module.source.metadata.get("ss_network_dim"))
+    alpha = alpha_value(module.source, module.roles["alpha"]) if "alpha" in module.roles else None
+    if dim and alpha and alpha < dim and DOUBT not in module.notes:
+        module.notes.append(DOUBT)
 
 
 def _with_kernel(module: Module, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -219,36 +232,7 @@ def _on_weight(module: Module, body: Body) -> list[Change]:
     role = "magnitude" if "magnitude" in module.roles else "magnitude_out"
     if role not in module.roles:
         return [Change(slot.module, slot.parameter, fitted) for slot, fitted in bodies]
-    return _with_dora(module, bodies, module.read(role).float(), only_rows=role == "magnitude_out")
-
-
-def _with_dora(
-    module: Module, bodies: list[tuple[Slot, Body]], magnitude: torch.Tensor, *, only_rows: bool
-) -> list[Change]:
-    """The axis is told by the magnitude's shape, [o, 1] or [1, i]; a bare vector is one number a row."""
-    rows = sum(body.shape[0] for _, body in bodies)
-    columns = bodies[0][1].shape[1]
-    weights = [module.weight_of(f"{slot.module}.weight").float() for slot, _ in bodies]
-    deltas = [body.dense() for _, body in bodies]
-    by_row = only_rows or magnitude.ndim == 1 or magnitude.shape[0] == rows != 1
-    if magnitude.numel() != (rows if by_row else columns):
-        expected = f"{rows} numbers, one a row" if by_row else f"{columns} numbers, one a column"
-        raise mismatch(module, "DoRA magnitude", magnitude.shape, expected)
-    if any(slot.place != (0, 1, 1) for slot, _ in bodies):
-        raise mismatch(module, "DoRA magnitude", magnitude.shape, "a whole module")
-    if not by_row:
-        factor = dora_factor(torch.cat(weights), torch.cat(deltas), magnitude, 1)
-        return [Change(slot.module, slot.parameter, body, Dora(1, factor)) for slot, body in bodies]
-    parts = _parts_of_rows(module, magnitude.flatten())
-    return [
-        Change(slot.module, slot.parameter, body, Dora(0, dora_factor(weight, delta, part, 0)))
-        for (slot, body), weight, delta, part in zip(bodies, weights, deltas, parts, strict=True)
-    ]
-
-
-def _parts_of_rows(module: Module, values: torch.Tensor) -> list[torch.Tensor]:
-    """A number a row, cut and swapped as the rows are."""
-    return [cut(Dense(values, 1.0), slot).dense() for slot in module.slots]
+    return with_dora(module, body, bodies, module.read(role).float(), only_rows=role == "magnitude_out")
 
 
 def _on_bias(module: Module, body: Dense) -> list[Change]:

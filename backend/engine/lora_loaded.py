@@ -10,6 +10,7 @@ from types import ModuleType
 import torch
 from torch import nn
 
+from backend.catalog import parts
 from backend.engine.lora_body import Change
 from backend.schema.messages import Trouble
 from backend.schema.request import LoraReceipt
@@ -42,11 +43,13 @@ def check_strength(strength: float) -> None:
 
 
 def family_of(modules: Mapping[str, nn.Module], families: Sequence[ModuleType]) -> ModuleType | None:
-    """The family whose networks these modules are."""
+    """The family whose networks these modules are; of several that share a class, the one whose parameters they have."""
     for part, module in modules.items():
         kinds = {kind.__name__ for kind in type(module).__mro__}
-        for family in families:
-            described = family.PARTS.get(part)
-            if described and described.network.rpartition(":")[2] in kinds:
-                return family
+        found = [one for one in families if part in one.PARTS and one.PARTS[part].network.rpartition(":")[2] in kinds]
+        if len(found) > 1:
+            weights = dict(module.named_parameters())
+            found = [one for one in found if parts.is_like(weights, one, part)] or found
+        if found:
+            return found[0]
     return None

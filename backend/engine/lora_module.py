@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from backend.catalog.adapter import plain
+from backend.catalog.adapter import innermost, plain
 from backend.catalog.names import Slot
 from backend.engine.lora_alpha import AlphaRules, alpha_value, scale_of
 from backend.engine.lora_body import Body, placed, swapped
@@ -69,7 +69,8 @@ class Module:
         self.ranks.add(rank)
         if "alpha" in self.roles:
             self.alphas.add(alpha_value(self.source, self.roles["alpha"]))
-        return scale_of(self.source, self.roles, rank, self.rules, plain(self.own_name), self.component, self.notes)
+        names = (plain(self.own_name), innermost(plain(self.stem)).name)
+        return scale_of(self.source, self.roles, rank, self.rules, names, self.component, self.notes)
 
 
 def incomplete(module: Module, what: str) -> Trouble:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -13,6 +14,7 @@ from backend.catalog.names import Slot, flatten, maps_of, spellings
 
 TEXT = ("text_model.", "model.language_model.", "language_model.", "model.", "transformer.", "encoder.")
 PARAMETERS = ("weight", "scale")
+T5 = re.compile(r"encoder[._]block[._]\d+[._]layer")  # only T5 is named so, and trainers do not agree on its number
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ def resolve(stem: str, roles: Iterable[str], indexes: Mapping[str, Index]) -> Re
     for reading in readings(name):
         component = reading.component or component
         parts = (reading.component,) if reading.component else tuple(indexes)
+        if component.startswith("text_encoder") and T5.search(reading.name):
+            parts = (component, *(part for part in indexes if part.startswith("text_encoder")))
         for part in parts:
             index = indexes.get(part)
             slots = index.look_up(reading.name + modulation) if index else None

@@ -52,22 +52,38 @@ def read_lora(
     part but a text encoder is then touched. Raises Trouble for whatever makes the file unusable as a whole.
     """
     grouped, others = group(source.shapes)
-    if not grouped:
-        what = f"its first tensor is {others[0][:100]!r}" if others else "it is empty"
-        raise Trouble("no_keys_match", f"{source.name} is not a LoRA: {what}.", hint="Is it a model? Load it as one.")
+    _check_is_adapter(source, grouped, others)
     found = _resolved(grouped, modules, family, first)
     result = ReadLora(num_found=len(grouped))
     result.unused = {stem: reason for stem, reason in found.items() if isinstance(reason, str)}
     outline = outline_of(tuple(source.shapes), tuple(source.shapes.values()))
     result.dialect = outline.dialect
     _check_family(source, found, outline.widths, family, families)
+    result.notes = _doubts(source, outline.widths, family, families)
     for key in others:
         embedding = key.startswith(BUNDLED)
         result.unused[key] = "is a textual inversion, which is not used here" if embedding else "is no adapter's tensor"
-    _build(source, grouped, found, modules, weight_of, result)
+    try:
+        _build(source, grouped, found, modules, weight_of, result)
+    except Trouble as trouble:
+        if trouble.kind == "shape_mismatch" and _strangers(source, outline.widths, family, families):
+            raise _other_family(source, outline.widths, family, families, trouble.message) from None
+        raise
     if not any(result.changes.values()):
         raise _nothing(source, result, family, families, outline.widths)
     return result
+
+
+def _check_is_adapter(source: Source, grouped: Mapping, others: Sequence[str]) -> None:
+    """Raises Trouble for what is no LoRA: nothing at all, a model, or one whose low-rank branches belong to its packed weights."""
+    packed = next((key for key in others if key.endswith(".qweight")), None)
+    if packed is None and grouped:
+        return
+    if packed is not None:
+        what = f"it is a quantised model: {packed[:100]!r} lies beside its factors"
+    else:
+        what = f"its first tensor is {others[0][:100]!r}" if others else "it is empty"
+    raise Trouble("no_keys_match", f"{source.name} is not a LoRA: {what}.", hint="Is it a model? Load it as one.")
 
 
 def _resolved(grouped: Mapping[str, Mapping], modules: Mapping, family: ModuleType | None, first: str | None) -> dict:
@@ -93,7 +109,7 @@ def _build(
     result: ReadLora,
 ) -> None:
     rules = alpha_rules(source, tensors_say=any("alpha" in roles for roles in grouped.values()))
-    notes: list[str] = []
+    notes: list[str] = list(result.notes)
     ranks: set[int] = set()
     alphas: set[float] = set()
     for stem, roles in grouped.items():
@@ -146,23 +162,35 @@ def _shape(module: nn.Module, name: str) -> tuple[int, ...] | None:
 def _check_family(source: Source, found: Mapping, widths: tuple, family: ModuleType | None, families: Sequence) -> None:
     """A LoRA of another family may match a few names by chance; half of it applied is worse than an error."""
     strange = [stem for stem, place in found.items() if isinstance(place, str) and "no such module" in place]
-    if not strange or family is None or len(strange) == len(found):
-        return
-    _, possible, _ = families_of(widths, {}, families)
-    if possible and not _akin(family, possible, families):
-        raise Trouble(
-            "wrong_family",
-            f"{source.name} is a LoRA for {_titles(possible, families)}; the model is {family.TITLE}.",
-            hint="Choose a LoRA for this model; nothing was changed.",
-            detail="\n".join(strange[:200]),
-        )
+    if family is None or len(strange) == len(found):
+        return  # where nothing matches, that is said elsewhere
+    doubtful = strange or family.NAME in families_of(widths, {}, families)[1]  # names that all match may be another's too
+    if doubtful and _strangers(source, widths, family, families):
+        raise _other_family(source, widths, family, families, "\n".join(strange[:200]))
 
 
-def _akin(family: ModuleType, names: Sequence[str], families: Sequence[ModuleType]) -> bool:
-    """Whether one of the families `names` is this one or has the same network."""
-    network = family.PARTS["dit"].network if "dit" in family.PARTS else ""
-    others = [one for one in families if one.NAME in names]
-    return any(one.NAME == family.NAME or one.PARTS["dit"].network == network for one in others)
+def _strangers(source: Source, widths: tuple, family: ModuleType | None, families: Sequence) -> tuple[str, ...]:
+    """The families that a LoRA can be for if the model's is not among them; metadata decides where names leave a choice."""
+    by_names = families_of(widths, {}, families)[1]
+    possible = families_of(widths, source.metadata, families)[1] if by_names else ()
+    return possible if family is not None and family.NAME not in possible else ()
+
+
+def _other_family(source: Source, widths: tuple, family: ModuleType, families: Sequence, detail: str) -> Trouble:
+    return Trouble(
+        "wrong_family",
+        f"{source.name} is a LoRA for {_titles(_strangers(source, widths, family, families), families)}; the model is {family.TITLE}.",
+        hint="Choose a LoRA for this model; nothing was changed.",
+        detail=detail,
+    )
+
+
+def _doubts(source: Source, widths: tuple, family: ModuleType | None, families: Sequence) -> tuple[str, ...]:
+    """A note where other models have the same module names and neither widths nor metadata tell which is meant."""
+    possible = families_of(widths, source.metadata, families)[1]
+    if family is None or len(possible) < 2 or family.NAME not in possible:
+        return ()
+    return (f"it could as well be for {_titles([name for name in possible if name != family.NAME], families)}",)
 
 
 def _titles(names: Sequence[str], families: Sequence[ModuleType]) -> str:
@@ -176,7 +204,7 @@ def _nothing(
     _, possible, _ = families_of(widths, source.metadata, families)
     reasons = sorted(set(result.unused.values()))
     sentence = f"{source.name} changes nothing in {model}: none of its {result.num_found} modules can be applied"
-    if possible and (family is None or not _akin(family, possible, families)):
+    if possible and (family is None or family.NAME not in possible):
         sentence = f"{source.name} is a LoRA for {_titles(possible, families)}; the model is {model}"
     elif len(reasons) == 1 and "no such module" not in reasons[0]:
         sentence += f" ({reasons[0]})"

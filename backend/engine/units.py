@@ -43,9 +43,12 @@ class Unit:
     stored: Stored | None = None  # where its weights wait; None: on disk
     parked: Stored | None = None  # its offload state, kept in RAM while it is nearer to the computation
     ready: Stored | None = None  # its weights as the computation takes them, for as long as they stay
+    codes: frozenset[int] = frozenset()  # tensors whose layers multiply with FP8 codes where these are stored (`native_fp8.py`)
 
     def casts(self, source: Source, index: int) -> bool:
         """Whether tensor `index` of `source` is not yet what the computation takes."""
+        if index in self.codes and source.layout.fields[index].dtype is torch.float8_e4m3fn:
+            return False
         factor = source.factors[index]
         same = source.layout.fields[index].dtype == self.computing.fields[index].dtype
         return not same or isinstance(factor, torch.Tensor) or factor != 1.0
@@ -205,6 +208,12 @@ def _factor(part: PartSpec, name: str) -> float | torch.Tensor:
     if name not in part.scales:
         return 1.0
     scale = read_tensor(part.scales[name]).to(torch.float32)
+    if scale.ndim == 2 and scale.shape[1] > 1:
+        raise Trouble(
+            "not_supported",
+            f"{part.scales[name].file.name} keeps one factor a block for {name}, so it cannot be read piece by piece.",
+            hint="Load this part plainly, or take the bf16 file of this model.",
+        )
     return float(scale) if scale.numel() == 1 else scale.reshape(-1)
 
 

@@ -121,6 +121,10 @@ LORA_SIGNS = (
         _OTHERS,
         {r"double_blocks_\d+_\w+_mlp_2$": (12288,), r"_(?:mlp_0|attn_qkv|attn_proj|linear1)$": (3072,)},
     ),
+    *(
+        LoraSign((names,), _OTHERS, {names: (3072,)}, {names: (rows,)})
+        for names, rows in ((r"(?m)^double_blocks_\d+_\w+_mlp_0$", 12288), (r"(?m)^single_blocks_\d+_linear1$", 21504))
+    ),
     LoraSign((r"(?m)^single_transformer_blocks_\d+_(?:attn_to_[qkv]|proj_mlp|proj_out|norm_linear)",), _OTHERS),
     LoraSign((r"(?m)^blocks_\d+_attn_[ab]_to_qkv",)),
     LoraSign(

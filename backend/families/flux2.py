@@ -85,6 +85,7 @@ _SEPARATE = (  # trainers that split the fused projection of the single blocks n
 )
 NAME_MAPS = (NameMap("bfl", "dit", BFL), NameMap("separate", "dit", _SEPARATE))
 
+_LINEAR2, _DIFFUSERS = r"(?m)^single_blocks_\d+_linear2$", r"(?m)^transformer_blocks_\d+_attn_(?:to|add)_[qkv]"
 LORA_SIGNS = (
     LoraSign((r"to_qkv_mlp_proj|ff_linear_in|ff_context_linear_in|stream_modulation",)),
     *(
@@ -95,12 +96,25 @@ LORA_SIGNS = (
         )
         for width in (6144, 4096)
     ),
-    LoraSign((r"(?m)^single_blocks_\d+_linear2",), ("img_mod",), {r"_linear1$": (3072,), r"_linear2$": (12288,)}),
+    LoraSign((_LINEAR2,), ("img_mod",), {_LINEAR2: (12288, 16384, 24576)}),
+    *(
+        LoraSign((names,), ("img_mod",), {names: (3072,)}, {names: (rows,)})
+        for names, rows in ((r"(?m)^double_blocks_\d+_\w+_mlp_0$", 18432), (r"(?m)^single_blocks_\d+_linear1$", 27648))
+    ),
     LoraSign((r"(?m)^double_blocks_\d+_",), ("img_mod",), {r"(?:img|txt)_mlp_2$": (9216,)}),
     LoraSign(
         (r"(?m)^(?:double|single)_blocks_\d+_",),
         ("img_mlp_fc1", "img_mod", "individual_token_refiner", "modulation_lin"),
         {r"(?:mlp_0|attn_qkv|attn_proj|linear1)$": (3072,)},
+        sure=False,
+    ),
+    LoraSign((_DIFFUSERS,), (r"ff_net|img_m|txt_m|attn2|norm1",), {_DIFFUSERS: (4096, 6144)}),
+    LoraSign(
+        (_DIFFUSERS,),
+        (
+            r"(?m)ff_net|img_m|txt_m|attn2|norm1|^transformer_blocks_\d\d|single_transformer_blocks_\d+_(?:attn_to_[qkv]|proj|norm)",
+        ),
+        {_DIFFUSERS: (3072,)},
         sure=False,
     ),
 )

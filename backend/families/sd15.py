@@ -31,10 +31,13 @@ SIGNATURES = (
 NAME_MAPS: tuple[NameMap, ...] = ()  # the original's names are worked out from the loaded UNet
 
 _BLOCKS = r"(?m)^(?:input_blocks|output_blocks|middle_block|down_blocks|up_blocks|mid_block)_"
+_CONTEXT = r"(?m)attn2_to_[kv]$"
 LORA_SIGNS = (
-    LoraSign((_BLOCKS,), (r"transformer_blocks_[2-9]_",), {r"attn2_to_[kv]$": (768,)}),
+    LoraSign((_BLOCKS,), (r"transformer_blocks_[2-9]_",), {_CONTEXT: (768,)}),
     LoraSign(
-        (_BLOCKS,), (r"transformer_blocks_[1-9]_", r"(?m)^(?:input_blocks_[78]_1|add_embedding|label_emb)"), sure=False
+        (_BLOCKS,),
+        (r"transformer_blocks_[1-9]_", r"(?m)^(?:input_blocks_[78]_1|add_embedding|label_emb)", _CONTEXT),
+        sure=False,
     ),
 )
 LORA = LoraTargets(part="dit", presets={"attention": ("to_q", "to_k", "to_v", "to_out.0")}, default="attention")

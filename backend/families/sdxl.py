@@ -48,10 +48,11 @@ SIGNATURES = (
 NAME_MAPS: tuple[NameMap, ...] = ()  # the original's names are worked out from the loaded UNet
 
 _BLOCKS = r"(?m)^(?:input_blocks|output_blocks|middle_block|down_blocks|up_blocks|mid_block)_"
+_CONTEXT = r"(?m)attn2_to_[kv]$"
 LORA_SIGNS = (
-    LoraSign((_BLOCKS,), widths={r"attn2_to_[kv]$": (2048, 1280)}),
+    LoraSign((_BLOCKS,), widths={_CONTEXT: (2048, 1280)}),
     LoraSign((_BLOCKS + r"\w*transformer_blocks_[2-9]_",)),
-    LoraSign((_BLOCKS,), sure=False),
+    LoraSign((_BLOCKS,), (_CONTEXT,), sure=False),
 )
 LORA = LoraTargets(part="dit", presets={"attention": ("to_q", "to_k", "to_v", "to_out.0")}, default="attention")
 DEFAULTS = Defaults(request={"width": 1024, "height": 1024, "num_inference_steps": 30, "guidance": 7.0})

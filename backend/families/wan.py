@@ -83,7 +83,12 @@ NATIVE = (
 )
 NAME_MAPS = (NameMap("native", "dit", NATIVE),)
 
-LORA_SIGNS = (LoraSign((r"(?m)^blocks_\d+_(?:self_attn|cross_attn|attn[12])_|(?m:^)blocks_\d+_ffn_(?:0|2|net)",)),)
+LORA_SIGNS = (
+    LoraSign(
+        (r"(?m)^blocks_\d+_(?:self_attn|cross_attn|attn[12])_|(?m:^)blocks_\d+_ffn_(?:0|2|net)",),
+        (r"(?:self|cross)_attn_(?:[qkv]|output)_proj|adaln_modulation",),  # Cosmos and its kin
+    ),
+)
 LORA = LoraTargets(part="dit", presets={"attention": ("to_q", "to_k", "to_v", "to_out.0")}, default="attention")
 DEFAULTS = Defaults(request={"width": 832, "height": 480, "num_inference_steps": 50, "guidance": 5.0})
 SCHEDULER: dict = {}

@@ -60,7 +60,8 @@ NAME_MAPS = (NameMap("native", "dit", NATIVE),)
 _BLOCK = r"(?m)^(?:layers|noise_refiner|context_refiner)_\d+_(?:attention|feed_forward|adaLN)"
 LORA_SIGNS = (
     LoraSign((_BLOCK,), widths={r"_(?:attention_\w+|feed_forward_w[13])$": (3840,)}),
-    LoraSign((_BLOCK,), sure=False),
+    LoraSign((_BLOCK,), widths={r"_feed_forward_w2$": (10240,)}),
+    LoraSign((_BLOCK,), widths={r"_adaLN_modulation_0$": (256,)}),
 )
 LORA = LoraTargets(part="dit", presets={"attention": ("to_q", "to_k", "to_v", "to_out.0")}, default="attention")
 DEFAULTS = Defaults(request={"width": 1024, "height": 1024, "num_inference_steps": 9, "guidance": 1.0})

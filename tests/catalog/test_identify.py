@@ -139,6 +139,7 @@ def eight_bit(dit: dict, extra, *, dtype="F8_E4M3") -> dict:
         (lambda shape: {"weight_scale": ("F32", ()), "input_scale": ("F32", ())}, {}),
         (lambda shape: {"weight_scale": ("F32", (shape[0],))}, {}),
         (lambda shape: {"weight_scale": ("BF16", (shape[0], 1))}, {}),
+        (lambda shape: {"weight_scale": ("F32", (shape[0] // 32, shape[1] // 32))}, {}),
     ],
 )
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
@@ -171,7 +172,8 @@ def test_plain_casts_have_no_scales(dit, tmp_path):
         (lambda shape: {"absmax": ("F32", (3,)), "quant_map": ("F32", (16,))}, "U8", "bitsandbytes"),
         (lambda shape: {}, "I8", "without a factor"),
         (lambda shape: {"weight.scale": ("F32", ())}, "F8_E4M3", "weight.scale"),
-        (lambda shape: {"weight.absmax": ("F32", (3,))}, "F8_E4M3", "weight.absmax"),
+        (lambda shape: {"weight.absmax": ("F32", (3,))}, "F8_E4M3", "bitsandbytes"),
+        (lambda shape: {"weight_scale": ("F8_E8M0", (shape[0], shape[1] // 32))}, "F8_E4M3", "F8_E8M0 factor"),
     ],
 )
 def test_unknown_companions_are_an_error(extra, dtype, words, dit, tmp_path):

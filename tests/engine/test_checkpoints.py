@@ -54,6 +54,21 @@ def test_a_shard_that_its_folders_index_names_is_missing(tmp_path):
     assert torch.equal(opened(tmp_path).dit.img_in.weight, weights()["img_in.weight"])
 
 
+def test_pieces_under_names_of_their_own(tmp_path):
+    """A list of files is one model, whatever they are called and whichever tensors lie in which."""
+    names = sorted(weights())
+    paths = [str(tmp_path / f"{word}.safetensors") for word in ("one", "two")]
+    for start, path in enumerate(paths):
+        save_file({name: weights()[name] for name in names[start::2]}, path)
+    pipe = QwenImagePipeline.from_pretrained(
+        torch_dtype=torch.float32, model_configs=[ModelConfig(path=paths)], tokenizer_config=None
+    )
+    assert all(torch.equal(tensor, weights()[name]) for name, tensor in pipe.dit.state_dict().items())
+    save_file({"decoder.weight": torch.ones(2)}, paths[1])
+    with pytest.raises(Trouble):
+        QwenImagePipeline.from_pretrained(model_configs=[ModelConfig(path=paths)], tokenizer_config=None)
+
+
 def test_a_model_of_another_family_is_called_by_its_name():
     with pytest.raises(Trouble, match=r"FLUX\.1.*Qwen-Image"):
         opened(MODELS / "tiny_flux" / FILE)

@@ -131,7 +131,7 @@ def test_through_a_pipeline(kind, model, case, hot):
     assert same(pipe.dit, before)
 
 
-@pytest.mark.parametrize("form", ["one factor", "a factor a row", "int8"])
+@pytest.mark.parametrize("form", ["one factor", "a factor a row", "int8", "a factor a block", "int8 by blocks"])
 def test_newer_scaled_checkpoints(form, tmp_path):
     """ComfyUI's newer names (`weight_scale`, `input_scale`, `comfy_quant`), under its prefix."""
     weights, expected, file = (
@@ -144,13 +144,19 @@ def test_newer_scaled_checkpoints(form, tmp_path):
         if not (name.startswith("transformer_blocks.") and name.endswith(".weight") and tensor.ndim == 2):
             file[key] = expected[name] = tensor
             continue
+        integers, blocks = form.startswith("int8"), "block" in form
         largest = tensor.abs().amax(1, keepdim=True) if form == "a factor a row" else tensor.abs().max()
-        scale = largest / (127 if form == "int8" else 448)
-        codes = (tensor / scale).round().to(torch.int8) if form == "int8" else (tensor / scale).to(torch.float8_e4m3fn)
-        layer, kind = key.removesuffix(".weight"), "int8_tensorwise" if form == "int8" else "float8_e4m3fn"
+        if blocks:
+            largest = tensor.unflatten(1, (-1, 16)).unflatten(0, (-1, 8)).abs().amax((1, 3))
+        scale = largest / (127 if integers else 448)
+        whole = torch.kron(scale, torch.ones(8, 16)) if blocks else scale
+        codes = (tensor / whole).round().to(torch.int8) if integers else (tensor / whole).to(torch.float8_e4m3fn)
+        layer, kind = key.removesuffix(".weight"), "float8_e4m3fn"
+        if integers:
+            kind = "int8_blockwise" if blocks else "int8_tensorwise"
         file |= {key: codes, f"{layer}.weight_scale": scale, f"{layer}.input_scale": torch.tensor(1.0)}
         file[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps({"format": kind}).encode()), dtype=torch.uint8)
-        expected[name] = codes.double() * scale.double()
+        expected[name] = codes.double() * whole.double()
     save_file(file, tmp_path / "m.safetensors")
     pipe = QwenImagePipeline.from_pretrained(
         torch_dtype=torch.float32,
