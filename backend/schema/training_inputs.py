@@ -114,6 +114,20 @@ class DatasetSection:
         level="advanced",
     )
     flip: bool = knob(False, help="Show every picture mirrored half of the time.", level="advanced")
+    crops: int = knob(
+        1,
+        help="So many cuts of every picture are shown in turn: the middle, and others where its proportions, or `crop_zoom`, leave room.",
+        low=1,
+        high=64,
+        level="advanced",
+    )
+    crop_zoom: float = knob(
+        1.0,
+        help="How much smaller than the largest these cuts may be; never so small that they would have to be enlarged.",
+        low=1.0,
+        high=8.0,
+        level="advanced",
+    )
     masked_loss: str = knob(
         "none",
         help="Learn only where a mask is white: from the picture's alpha channel, or from `NAME.mask.png` beside it.",

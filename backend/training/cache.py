@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from PIL import Image
@@ -16,11 +17,20 @@ from safetensors.torch import save as save_tensors
 
 from backend.engine.pictures import to_pixels
 from backend.schema.messages import Trouble
+from backend.training.crops import Box, cut
 from backend.training.dataset import Item
 
 RAM_BYTES = 4 * 2**30
 Encoding = dict[str, torch.Tensor]
 Progress = Callable[[int, int], None]
+
+
+class View(NamedTuple):
+    """One way in which a picture is shown: the number of the item, mirrored or not, and which cut of it."""
+
+    item: int
+    flip: bool = False
+    cut: int = 0
 
 
 class Store:
@@ -90,8 +100,11 @@ def key_of(*words) -> str:
     return hashlib.sha256("\0".join(map(str, words)).encode()).hexdigest()
 
 
-def open_pixels(item: Item, size: tuple[int, int], *, flip: bool = False) -> torch.Tensor:
-    """(3, height, width) in [-1, 1]: the picture upright, resized, its largest middle part. Raises Trouble by its name."""
+def open_pixels(item: Item, size: tuple[int, int], *, flip: bool = False, box: Box | None = None) -> torch.Tensor:
+    """(3, height, width) in [-1, 1]: the picture upright, resized; what `box` cuts out, or its largest middle part.
+
+    Raises Trouble by its name.
+    """
     from PIL import ImageOps
 
     height, width = size
@@ -106,8 +119,12 @@ def open_pixels(item: Item, size: tuple[int, int], *, flip: bool = False) -> tor
             "broken_picture", f"The picture {item.path} cannot be read ({error}).",
             hint="Replace or remove it, or set --skip_broken_pictures.",
         ) from None  # fmt: skip
-    pixels = to_pixels(picture, width, height)[0]
+    pixels = to_pixels(_cut_out(picture, size, box), width, height)[0]
     return pixels.flip(-1) if flip else pixels
+
+
+def _cut_out(picture: Image.Image, size: tuple[int, int], box: Box | None) -> Image.Image:
+    return picture if box is None else picture.resize((size[1], size[0]), Image.Resampling.LANCZOS, box=box)
 
 
 def _on_white(picture: Image.Image) -> Image.Image:
@@ -115,7 +132,9 @@ def _on_white(picture: Image.Image) -> Image.Image:
     return Image.alpha_composite(ground, picture)
 
 
-def read_mask(item: Item, size: tuple[int, int], cells: tuple[int, int], *, kind: str, flip: bool) -> torch.Tensor:
+def read_mask(
+    item: Item, size: tuple[int, int], cells: tuple[int, int], *, kind: str, flip: bool, box: Box | None = None
+) -> torch.Tensor:
     """(1, h, w) in [0, 1] at the latents' resolution `cells`; all ones where a picture has no mask."""
     from PIL import ImageOps
 
@@ -126,14 +145,20 @@ def read_mask(item: Item, size: tuple[int, int], cells: tuple[int, int], *, kind
         picture = ImageOps.exif_transpose(stored)
         if kind == "alpha":
             picture = picture.convert("RGBA").getchannel("A")
-        mask = to_pixels(picture.convert("L").convert("RGB"), size[1], size[0])[:, :1] * 0.5 + 0.5
+        picture = _cut_out(_like(picture.convert("L"), item), size, box)
+        mask = to_pixels(picture.convert("RGB"), size[1], size[0])[:, :1] * 0.5 + 0.5
     mask = torch.nn.functional.interpolate(mask, cells, mode="area")[0]
     return mask.flip(-1) if flip else mask
 
 
+def _like(mask: Image.Image, item: Item) -> Image.Image:
+    """A mask of another size than its picture is one of the whole picture all the same."""
+    return mask if mask.size == (item.width, item.height) else mask.resize((item.width, item.height))
+
+
 def fill_latents(
     store: Store,
-    wanted: dict[str, tuple[int, bool]],
+    wanted: dict[str, View],
     items: Sequence[Item],
     sizes: Sequence[tuple[int, int]],
     *,
@@ -141,20 +166,22 @@ def fill_latents(
     workers: int,
     skip_broken: bool,
     progress: Progress,
+    zoom: float = 1.0,
 ) -> dict[int, str]:
-    """Encodes what `store` lacks of `wanted` {key: (item, flipped)}. Returns the items that could not be read, and why."""
+    """Encodes what `store` lacks of `wanted` {key: view}. Returns the items that could not be read, and why."""
     groups: dict[tuple[int, int], list[str]] = defaultdict(list)
-    for key, (number, _) in wanted.items():
-        groups[sizes[number]].append(key)
+    for key, view in wanted.items():
+        groups[sizes[view.item]].append(key)
     broken: dict[int, str] = {}
     done = 0
     for size, keys in groups.items():
         at_once = max(1, min(16, 2**20 // (size[0] * size[1])))
 
         def read(key: str, size=size):
-            number, flip = wanted[key]
+            view = wanted[key]
+            item = items[view.item]
             try:
-                return open_pixels(items[number], size, flip=flip)
+                return open_pixels(item, size, flip=view.flip, box=cut(item, size, view.cut, zoom=zoom))
             except Trouble as why:
                 return why
 
@@ -164,7 +191,7 @@ def fill_latents(
                 if isinstance(trouble, Trouble):
                     if not skip_broken:
                         raise trouble
-                    broken[wanted[key][0]] = trouble.message
+                    broken[wanted[key].item] = trouble.message
             if good:
                 for (key, _), latents in zip(good, encode(torch.stack([pixels for _, pixels in good])), strict=True):
                     store.put(key, {"latents": latents.float()})

@@ -1,10 +1,10 @@
-"""From a dataset to what the learner eats: sizes, encodings from the cache, captions and noise by place."""
+"""From a dataset to a source of batches: sizes, encodings from the cache, pictures that are trained along."""
 
 from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -14,92 +14,15 @@ import torch
 from backend.schema.messages import Trouble
 from backend.schema.places import places
 from backend.training.base import Base, part_digest
-from backend.training.batches import Batch, size_of
-from backend.training.cache import Store, fill_latents, fill_texts, key_of, prune, read_mask
-from backend.training.captions import drawn, lines_of
+from backend.training.batches import size_of
+from backend.training.cache import Store, View, fill_latents, fill_texts, key_of, prune
+from backend.training.captions import lines_of
+from backend.training.crops import cut, num_cuts
 from backend.training.dataset import Dataset, Item
-from backend.training.learner import Material
-from backend.training.objective import Draws, draw, seed_of
 from backend.training.samples import EMPTY, EVERYDAY, draw_latents
+from backend.training.source import Source
 
 Parts = Callable[..., dict[str, torch.nn.Module]]
-
-
-@dataclass
-class Source:
-    """Items with their sizes (height, width) and everything encoded that can be."""
-
-    items: list[Item]
-    sizes: list[tuple[int, int]]
-    latents: dict[tuple[int, bool], str]  # (item, flipped) -> key
-    texts: dict[str, str] | None  # prompt -> key; None: the text encoder trains, or captions are not known beforehand
-    latent_store: Store
-    text_store: Store
-    config: object
-    schedule: Callable[..., torch.Tensor]  # (size, steps) -> the model's own noise levels
-
-    def material(self, batch: Batch, *, scale: float) -> Material:
-        """Everything for one batch; `scale` is what a sample of weight 1 counts."""
-        config, seed = self.config, self.config.training.seed
-        prompts, latents, masks = [], [], []
-        for number, place in zip(batch.items, batch.places, strict=True):
-            random = Random(seed_of(seed, place, "sample"))
-            item = self.items[number]
-            flip = config.dataset.flip and not item.prior and random.random() < 0.5
-            prompts.append(self._caption(item, random))
-            latents.append(self._latents(number, flip))
-            if config.dataset.masked_loss != "none":
-                masks.append(self._mask(item, number, latents[-1], flip))
-        size = self.sizes[batch.items[0]]
-        draws, levels = None, None
-        if config.training.task.startswith("direct_distill"):
-            steps = self.items[batch.items[0]].steps or config.loss.distill_steps
-            draws, levels = self._start(batch, latents[0].shape), self.schedule(size, steps)
-        needs_schedule = config.loss.timestep_sampling == "shifted"
-        return Material(
-            latents=torch.stack(latents),
-            prompts=tuple(prompts),
-            encodings=None if self.texts is None else [self.text(prompt) for prompt in prompts],
-            draws=draws or draw(latents[0].shape, batch.places, config.loss, seed=seed,
-                       schedule=self.schedule(size) if needs_schedule else None),
-            weights=torch.tensor([scale * self._counts(number) for number in batch.items]),
-            mask=torch.stack(masks) if masks else None, levels=levels,
-        )  # fmt: skip
-
-    def _start(self, batch: Batch, shape) -> Draws:
-        """Where a student begins: the very noise from which its teacher drew the picture, if the dataset tells its seed."""
-        noise = []
-        for number, place in zip(batch.items, batch.places, strict=True):
-            seed = self.items[number].seed
-            generator = torch.Generator().manual_seed(
-                seed_of(self.config.training.seed, place) if seed is None else seed
-            )
-            noise.append(torch.randn((1, *shape), generator=generator)[0])
-        return Draws(noise=torch.stack(noise), sigma=torch.ones(len(noise)))
-
-    def _caption(self, item: Item, random: Random) -> str:
-        section = self.config.dataset
-        return drawn(item.captions, random, dropout=section.caption_dropout, shuffle=section.caption_shuffle)
-
-    def _counts(self, number: int) -> float:
-        return self.config.prior.prior_weight if self.items[number].prior else 1.0
-
-    def _mask(self, item: Item, number: int, latents: torch.Tensor, flip: bool) -> torch.Tensor:
-        section = self.config.dataset
-        mask = read_mask(item, self.sizes[number], tuple(latents.shape[-2:]), kind=section.masked_loss, flip=flip)
-        return section.mask_floor + (1 - section.mask_floor) * mask
-
-    def _latents(self, number: int, flip: bool) -> torch.Tensor:
-        found = self.latent_store.get(self.latents[number, flip])
-        if found is None:
-            raise Trouble("cache_lost", "An encoding was deleted from the cache while training.", hint="Start again.")
-        return found["latents"]
-
-    def text(self, prompt: str) -> dict[str, torch.Tensor]:
-        found = self.text_store.get(self.texts[prompt])
-        if found is None:
-            raise Trouble("cache_lost", "An encoding was deleted from the cache while training.", hint="Start again.")
-        return found
 
 
 @dataclass(frozen=True)
@@ -170,10 +93,11 @@ def schedules(base: Base) -> Callable[..., torch.Tensor]:
 def _fill_pictures(source: Source, base: Base, load: Parts, wishes: Wishes) -> None:
     config = source.config
     digest = part_digest(base, "vae") if "vae" in base.spec.parts else ""
-    for number, item in enumerate(source.items):
-        for flip in (False, True) if config.dataset.flip and not item.prior else (False,):
-            key = key_of(item.digest, source.sizes[number], flip, base.spec.family, digest, "mean")
-            source.latents[number, flip] = key
+    for view in _views(source):
+        item, size = source.items[view.item], source.sizes[view.item]
+        box = cut(item, size, view.cut, zoom=config.dataset.crop_zoom)
+        words = (item.digest, size, view.flip, base.spec.family, digest, "mean", *([box] if box else []))
+        source.latents[view] = key_of(*words)
     broken: dict[int, str] = {}
 
     def work(missing: dict) -> None:
@@ -187,7 +111,7 @@ def _fill_pictures(source: Source, base: Base, load: Parts, wishes: Wishes) -> N
         found = fill_latents(
             source.latent_store, missing, source.items, source.sizes, encode=encode,
             workers=config.dataset.dataset_num_workers, skip_broken=config.dataset.skip_broken_pictures,
-            progress=wishes.progress,
+            progress=wishes.progress, zoom=config.dataset.crop_zoom,
         )  # fmt: skip
         broken.update(found)
 
@@ -195,6 +119,19 @@ def _fill_pictures(source: Source, base: Base, load: Parts, wishes: Wishes) -> N
     lost = {source.items[number].digest for some in wishes.gather(broken) for number in some}
     if lost:
         _leave_out(source, {number for number, item in enumerate(source.items) if item.digest in lost})
+
+
+def _views(source: Source) -> Iterator[View]:
+    """Every way in which a picture of `source` may be shown."""
+    section = source.config.dataset
+    for number, item in enumerate(source.items):
+        for flip in (False, True) if section.flip and not item.prior else (False,):
+            for place in range(num_cuts(item, source.sizes[number], **_cutting(section))):
+                yield View(number, flip, place)
+
+
+def _cutting(section) -> dict:
+    return {"crops": section.crops, "zoom": section.crop_zoom}
 
 
 def _in_shares(wanted: dict, store: Store, wishes: Wishes, work: Callable[[dict], None]) -> None:
@@ -216,7 +153,9 @@ def _leave_out(source: Source, broken: set[int]) -> None:
     if not kept:
         raise Trouble("empty_dataset", "None of the pictures can be read.")
     renamed = {old: new for new, old in enumerate(kept)}
-    source.latents = {(renamed[old], flip): key for (old, flip), key in source.latents.items() if old in renamed}
+    source.latents = {
+        view._replace(item=renamed[view.item]): key for view, key in source.latents.items() if view.item in renamed
+    }
     source.items = [source.items[number] for number in kept]
     source.sizes = [source.sizes[number] for number in kept]
 
@@ -235,7 +174,7 @@ def _add_drawn(source: Source, base: Base, load: Parts, wishes: Wishes) -> None:
     for number in range(section.prior_pictures):
         prompt, place = prompts[number % len(prompts)], seed * 100003 + number
         key = key_of("prior", prompt, place, size, section.prior_guidance, str(wishes.dtype), *digests)
-        source.latents[len(source.items), False] = key
+        source.latents[View(len(source.items))] = key
         source.items.append(
             Item(path=Path(key), captions=(prompt,), width=size[1], height=size[0], digest=key, prior=True)
         )

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from backend.schema.messages import Trouble
 from backend.training.base import Base
-from backend.training.cache import Store
+from backend.training.cache import Store, View
 from backend.training.dataset import Item
 from backend.training.files import write_text
-from backend.training.material import Source, schedules
+from backend.training.material import schedules
+from backend.training.source import Source
 
 TABLE = "encodings.json"
 
@@ -21,13 +22,22 @@ TABLE = "encodings.json"
 def write(folder: Path, source: Source, base: Base) -> None:
     items = []
     for number, item in enumerate(source.items):
-        keys = {str(flip): key for (owner, flip), key in source.latents.items() if owner == number}
+        keys = {_name(view): key for view, key in source.latents.items() if view.item == number}
         items.append(
             {"latents": keys, "captions": item.captions, "size": source.sizes[number], "digest": item.digest,
              "weight": item.weight, "prior": item.prior, "seed": item.seed, "steps": item.steps}
         )  # fmt: skip
     table = {"format": 1, "family": base.spec.family, "items": items, "texts": source.texts}
     write_text(folder / TABLE, json.dumps(table, ensure_ascii=False))
+
+
+def _name(view: View) -> str:
+    return str(view.flip) if view.cut == 0 else f"{view.flip}/{view.cut}"
+
+
+def _view(number: int, name: str) -> View:
+    flip, _, place = name.partition("/")
+    return View(number, flip == "True", int(place or 0))
 
 
 def read(folder: Path, base: Base, config) -> Source:
@@ -45,6 +55,11 @@ def read(folder: Path, base: Base, config) -> Source:
         raise Trouble(
             "bad_value", f"The encodings in {folder} are of {table['family']}, the model is {base.spec.family}."
         )
+    if config.dataset.masked_loss != "none":
+        raise Trouble(
+            "bad_value", "Masks (--masked_loss) are read from the pictures, which a second stage does not have.",
+            hint="Use --task sft, which keeps encodings too.",
+        )  # fmt: skip
     items, sizes, latents = [], [], {}
     for number, row in enumerate(table["items"]):
         sizes.append((row["size"][0], row["size"][1]))
@@ -53,8 +68,8 @@ def read(folder: Path, base: Base, config) -> Source:
                  digest=row["digest"], weight=row["weight"], prior=row["prior"], seed=row["seed"],
                  steps=row.get("steps"))
         )  # fmt: skip
-        latents |= {(number, flip == "True"): key for flip, key in row["latents"].items()}
-    if config.dataset.flip and not any(flip for _, flip in latents):
+        latents |= {_view(number, name): key for name, key in row["latents"].items()}
+    if config.dataset.flip and not any(view.flip for view in latents):
         raise Trouble("bad_value", "Flip is on, but the encodings were made without it.", hint="Make them with --flip.")
     return Source(
         items=items, sizes=sizes, latents=latents, texts=table["texts"], latent_store=Store(folder / "latents"),

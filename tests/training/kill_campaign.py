@@ -1,7 +1,6 @@
 """Kills whole runs at random moments and goes on with them: `python -m tests.training.kill_campaign FOLDER ROUNDS [SEED]`.
 
-A tiny model trains, saves at every third step, draws and encodes, in a forked process that gets SIGKILL after a random time (every third
-round: as soon as a file is half written); the next round goes on from what is there, and a run that is complete is compared with the uninterrupted one, bit for bit, before
+A tiny model trains, saves at every third step, draws and encodes, in a forked process that gets SIGKILL at a random moment; the next round goes on from what is there, and a run that is complete is compared with the uninterrupted one, bit for bit, before
 the next begins with an empty cache. After every kill everything under a final name is read whole. Prints one JSON object: rounds,
 runs completed, how often the last event before the kill was of which phase, kills with a half-written state or file beside
 the whole ones, the most steps lost. Fails where anything is torn. A process of its own, for it forks.
@@ -9,6 +8,7 @@ the whole ones, the most steps lost. Fails where anything is torn. A process of 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -83,9 +83,9 @@ def check(run: Path, cache: Path) -> int:
     return newest
 
 
-def unfinished(folder: Path) -> set[Path]:
-    """What is being written, or was when its writer was killed."""
-    return {*folder.rglob(".*.tmp"), *folder.rglob(".*.partial")}
+def unfinished(run: Path) -> set[Path]:
+    """States, results and pictures that are being written, or were when their writer was killed."""
+    return {*run.glob("checkpoints/.step-*.tmp"), *run.glob(".*.safetensors.*.tmp"), *run.glob("samples/*/.*.partial")}
 
 
 def said(run: Path) -> list[dict]:
@@ -103,6 +103,27 @@ def moment(events: list[dict]) -> str:
     return names[-1] if names else "starting"
 
 
+def kill_in_time(child: int, run: Path, number: int, chance: random.Random, *, words: int, seconds: float) -> bool:
+    """Ends `child` with SIGKILL; whether it was writing a state, a result or a picture then.
+
+    In turn: after a random time of a life (`seconds`); after a random number of its `words`, so that slow lives are killed late too;
+    and as soon after that as a file is half written.
+    """
+    left, before = unfinished(run), len(said(run))
+    end = time.monotonic() + (seconds * chance.random() if number % 3 == 0 else 10 * seconds)
+    last, torn = chance.randrange(words), number % 3 == 2
+    while time.monotonic() < end and os.waitpid(child, os.WNOHANG) == (0, 0):
+        if number % 3 and len(said(run)) - before > last and (not torn or unfinished(run) - left):
+            time.sleep(0 if torn else chance.uniform(0, 0.02))
+            break
+        time.sleep(0.001)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(child, 0)
+    return bool(unfinished(run) - left)
+
+
 def main(folder: Path, rounds: int, seed: int = 0) -> dict:
     from tests.tiny_models import make_qwen_image
 
@@ -116,22 +137,17 @@ def main(folder: Path, rounds: int, seed: int = 0) -> dict:
     shutil.rmtree(data / "cache")
     length = -time.monotonic()
     assert os.waitpid(forked(lambda: train(model, pictures, folder / "again")), 0)[1] == 0
-    length += time.monotonic()
+    length, words = length + time.monotonic(), len(said(folder / "again"))
     whole = load_file(folder / "whole" / f"step-{STEPS}.safetensors")
     chance, phases, complete, inside, lost = random.Random(seed), Counter(), 0, 0, 0
     run = folder / "run"
     shutil.rmtree(data / "cache")
     for number in range(rounds):
-        before, left = len(said(run)), unfinished(folder)
+        before = len(said(run))
         child = forked(lambda: train(model, pictures, run))
-        end = time.monotonic() + length * (3 if number % 3 == 2 else chance.random() ** 1.5 * 1.1)
-        while time.monotonic() < end and not (number % 3 == 2 and unfinished(folder) - left):
-            time.sleep(0.001)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        inside += kill_in_time(child, run, number, chance, words=words, seconds=length)
         newest, events = check(run, data / "cache"), said(run)
         phases[moment(events[before:])] += 1
-        inside += bool(unfinished(folder) - left)
         made = max((event["step"] for event in events if event["event"] == "step"), default=0)
         assert newest >= made // SAVE_STEPS * SAVE_STEPS - SAVE_STEPS
         lost = max(lost, made - newest)

@@ -79,7 +79,7 @@ def test_runs_killed_thirty_times_lose_little_and_end_as_the_uninterrupted(tmp_p
     done = subprocess.run(argv, env=environment, cwd=PROJECT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout.splitlines()[-1])
-    assert counts["rounds"] == 30 and counts["complete"] >= 1 and counts["inside"] >= 4 and len(counts["phases"]) >= 3
+    assert counts["rounds"] == 30 and counts["complete"] >= 1 and counts["inside"] >= 3 and len(counts["phases"]) >= 3
 
 
 def test_what_is_written_beside_the_training_is_as_it_was_and_its_failure_is_told(tmp_path: Path):

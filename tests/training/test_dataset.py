@@ -13,7 +13,8 @@ from PIL import Image
 from backend.schema.messages import Trouble
 from backend.schema.training import DatasetSection
 from backend.training.captions import drawn, lines_of, with_trigger
-from backend.training.dataset import read_dataset
+from backend.training.crops import cut, num_cuts
+from backend.training.dataset import Item, read_dataset
 
 
 def picture(path: Path, size: tuple[int, int] = (32, 24), colour: str = "red") -> Path:
@@ -145,6 +146,24 @@ def test_masks_beside_pictures_are_no_pictures(tmp_path: Path):
     picture(tmp_path / "b.png")
     items = read(tmp_path, masked_loss="file").items
     assert [item.mask for item in items] == [mask, None]
+
+
+def test_cuts_lie_inside_have_the_proportions_and_are_never_enlarged():
+    wide = Item(path=Path("a"), captions=("",), width=400, height=100, digest="x")
+    assert cut(wide, (64, 64), 0, zoom=4.0) is None
+    boxes = [cut(wide, (64, 64), number, zoom=4.0) for number in range(1, 40)]
+    assert len(set(boxes)) == 39 and boxes[0] == cut(wide, (64, 64), 1, zoom=4.0)
+    for left, top, right, bottom in boxes:
+        assert 0 <= left < right <= 400 and 0 <= top < bottom <= 100
+        assert right - left == pytest.approx(bottom - top, abs=0.01) and bottom - top >= 63.9
+    assert max(box[0] for box in boxes) > 200 and min(box[0] for box in boxes) < 100
+
+
+def test_only_pictures_with_room_have_several_cuts():
+    square, small = (Item(path=Path("a"), captions=("",), width=side, height=side) for side in (200, 64))
+    assert num_cuts(square, (64, 64), crops=4, zoom=1.0) == 1 and num_cuts(square, (64, 64), crops=4, zoom=2.0) == 4
+    assert num_cuts(small, (64, 64), crops=4, zoom=2.0) == 1 and num_cuts(square, (32, 64), crops=4, zoom=1.0) == 4
+    assert num_cuts(replace(square, prior=True), (32, 64), crops=4, zoom=2.0) == 1
 
 
 def test_trigger_words_dropout_and_shuffle(tmp_path: Path):

@@ -1,0 +1,103 @@
+"""What batches are made of: items with their sizes, and encodings by key. What a sample is follows from the seed and its place alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from random import Random
+
+import torch
+
+from backend.schema.messages import Trouble
+from backend.training.batches import Batch
+from backend.training.cache import Store, View, read_mask
+from backend.training.captions import drawn
+from backend.training.crops import cut
+from backend.training.dataset import Item
+from backend.training.learner import Material
+from backend.training.objective import Draws, draw, seed_of
+
+
+@dataclass
+class Source:
+    """Items with their sizes (height, width) and everything encoded that can be."""
+
+    items: list[Item]
+    sizes: list[tuple[int, int]]
+    latents: dict[View, str]  # view -> key
+    texts: dict[str, str] | None  # prompt -> key; None: the text encoder trains, or captions are not known beforehand
+    latent_store: Store
+    text_store: Store
+    config: object
+    schedule: Callable[..., torch.Tensor]  # (size, steps) -> the model's own noise levels
+
+    def material(self, batch: Batch, *, scale: float) -> Material:
+        """Everything for one batch; `scale` is what a sample of weight 1 counts."""
+        config, seed = self.config, self.config.training.seed
+        prompts, latents, masks = [], [], []
+        for number, place in zip(batch.items, batch.places, strict=True):
+            random = Random(seed_of(seed, place, "sample"))
+            item = self.items[number]
+            flip = config.dataset.flip and not item.prior and random.random() < 0.5
+            prompts.append(self._caption(item, random))
+            view = self._view(number, flip, random)
+            latents.append(self._latents(view))
+            if config.dataset.masked_loss != "none":
+                masks.append(self._mask(view, latents[-1]))
+        size = self.sizes[batch.items[0]]
+        draws, levels = None, None
+        if config.training.task.startswith("direct_distill"):
+            steps = self.items[batch.items[0]].steps or config.loss.distill_steps
+            draws, levels = self._start(batch, latents[0].shape), self.schedule(size, steps)
+        needs_schedule = config.loss.timestep_sampling == "shifted"
+        return Material(
+            latents=torch.stack(latents),
+            prompts=tuple(prompts),
+            encodings=None if self.texts is None else [self.text(prompt) for prompt in prompts],
+            draws=draws or draw(latents[0].shape, batch.places, config.loss, seed=seed,
+                       schedule=self.schedule(size) if needs_schedule else None),
+            weights=torch.tensor([scale * self._counts(number) for number in batch.items]),
+            mask=torch.stack(masks) if masks else None, levels=levels,
+        )  # fmt: skip
+
+    def _start(self, batch: Batch, shape) -> Draws:
+        """Where a student begins: the very noise from which its teacher drew the picture, if the dataset tells its seed."""
+        noise = []
+        for number, place in zip(batch.items, batch.places, strict=True):
+            seed = self.items[number].seed
+            generator = torch.Generator().manual_seed(
+                seed_of(self.config.training.seed, place) if seed is None else seed
+            )
+            noise.append(torch.randn((1, *shape), generator=generator)[0])
+        return Draws(noise=torch.stack(noise), sigma=torch.ones(len(noise)))
+
+    def _caption(self, item: Item, random: Random) -> str:
+        section = self.config.dataset
+        return drawn(item.captions, random, dropout=section.caption_dropout, shuffle=section.caption_shuffle)
+
+    def _counts(self, number: int) -> float:
+        return self.config.prior.prior_weight if self.items[number].prior else 1.0
+
+    def _view(self, number: int, flip: bool, random: Random) -> View:
+        """Which cut of a picture is shown; it is drawn last, so that runs without cuts draw what they always drew."""
+        cuts = next(place for place in count(1) if View(number, flip, place) not in self.latents)
+        return View(number, flip, random.randrange(cuts) if cuts > 1 else 0)
+
+    def _mask(self, view: View, latents: torch.Tensor) -> torch.Tensor:
+        section, item, size = self.config.dataset, self.items[view.item], self.sizes[view.item]
+        box = cut(item, size, view.cut, zoom=section.crop_zoom)
+        mask = read_mask(item, size, tuple(latents.shape[-2:]), kind=section.masked_loss, flip=view.flip, box=box)
+        return section.mask_floor + (1 - section.mask_floor) * mask
+
+    def _latents(self, view: View) -> torch.Tensor:
+        found = self.latent_store.get(self.latents[view])
+        if found is None:
+            raise Trouble("cache_lost", "An encoding was deleted from the cache while training.", hint="Start again.")
+        return found["latents"]
+
+    def text(self, prompt: str) -> dict[str, torch.Tensor]:
+        found = self.text_store.get(self.texts[prompt])
+        if found is None:
+            raise Trouble("cache_lost", "An encoding was deleted from the cache while training.", hint="Start again.")
+        return found
