@@ -78,6 +78,21 @@ def make(family: str) -> torch.nn.Module:
                 "num_layers": 2,
             },
         ),
+        "wan_i2v": (
+            "WanTransformer3DModel",
+            {
+                "num_attention_heads": 2,
+                "attention_head_dim": 16,
+                "in_channels": 8,
+                "out_channels": 4,
+                "text_dim": 24,
+                "freq_dim": 16,
+                "ffn_dim": 48,
+                "num_layers": 2,
+                "image_dim": 20,
+                "added_kv_proj_dim": 32,
+            },
+        ),
         "sd3": (
             "SD3Transformer2DModel",
             {

@@ -12,7 +12,7 @@ from types import ModuleType
 from backend.catalog.spec import LoraSpec, ModelSpec, PartSpec, TensorAt
 from backend.schema.messages import Trouble, trouble_from_values
 
-VERSION = 2  # of what is remembered: raised when recognition changes
+VERSION = 3  # of what is remembered: raised when recognition changes
 
 
 class Memory:
