@@ -6,7 +6,9 @@ import csv
 import hashlib
 import io
 import json
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from backend.training.extras import listed, read_extras
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif")
 MASK_SUFFIX = ".mask.png"
+READERS = 4  # threads that measure files
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,9 @@ def read_dataset(section, *, trigger: str = "", index: Path | None = None) -> Da
     for number, weight in enumerate(weights):
         base = Path(bases[number]) if bases else Path(metadata[number]).parent
         if metadata:
-            found = _from_metadata(Path(metadata[number]), base, section.data_file_keys, notes, listed(section.extra_inputs))
+            found = _from_metadata(
+                Path(metadata[number]), base, section.data_file_keys, notes, listed(section.extra_inputs)
+            )
         else:
             found = _from_folder(base, notes)
         items += [_finished(item, weight, trigger, section.masked_loss) for item in found]
@@ -111,7 +116,7 @@ def _finished(item: Item, weight: float, trigger: str, masked: str) -> Item:
 def _from_folder(base: Path, notes: list[str]) -> Iterator[Item]:
     if not base.is_dir():
         raise Trouble("missing_file", f"The dataset folder {base} does not exist.", hint="Check the path.")
-    paths = sorted(path for path in base.rglob("*") if path.suffix.lower() in SUFFIXES and _is_picture(path, base))
+    paths, texts = _listing(base)
     if not paths:
         raise Trouble(
             "empty_dataset", f"There are no pictures in {base}.", hint=f"Put {', '.join(SUFFIXES[:4])} files there."
@@ -119,7 +124,7 @@ def _from_folder(base: Path, notes: list[str]) -> Iterator[Item]:
     without = 0
     for path in paths:
         beside = path.with_suffix(".txt")
-        caption, encoding = read_text(beside) if beside.is_file() else ("", "utf-8")
+        caption, encoding = read_text(beside) if os.path.normcase(beside) in texts else ("", "utf-8")
         without += not caption
         if encoding not in ("utf-8", "utf-8-sig"):
             notes.append(f"{beside.name} was read as {encoding}.")
@@ -128,9 +133,18 @@ def _from_folder(base: Path, notes: list[str]) -> Iterator[Item]:
         notes.append(f"{without} of {len(paths)} pictures in {base.name} have no caption.")
 
 
-def _is_picture(path: Path, base: Path) -> bool:
-    hidden = any(part.startswith(".") for part in path.relative_to(base).parts)
-    return path.is_file() and not hidden and not path.name.endswith(MASK_SUFFIX)
+def _listing(base: Path) -> tuple[list[Path], set[str]]:
+    """The pictures in `base` and the folders below it in their order, and the paths of the text files. What begins with a dot is neither."""
+    pictures, texts = [], set()
+    for folder, inner, names in os.walk(base):
+        inner[:] = sorted(name for name in inner if not name.startswith("."))
+        for name in sorted(names):
+            suffix = os.path.splitext(name)[1].lower()  # noqa: PTH122  # ten thousand names
+            if suffix == ".txt":
+                texts.add(os.path.normcase(Path(folder, name)))
+            elif suffix in SUFFIXES and not name.startswith(".") and not name.endswith(MASK_SUFFIX):
+                pictures.append(Path(folder, name))
+    return sorted(pictures), texts
 
 
 def _from_metadata(
@@ -194,13 +208,11 @@ def _measured(items: list[Item], notes: list[str], index: Path | None, *, skip_b
     used: dict[str, list] = {}
     good: list[Item] = []
     broken: list[tuple[Path, str]] = []
-    for item in items:
-        try:
-            entry = _entry(item.path, known)
-        except OSError as error:
+    for item, entry in zip(items, _entries(items, known, until_broken=not skip_broken)):
+        if isinstance(entry, OSError):
             if not skip_broken:
-                raise _broken(item.path, error) from None
-            broken.append((item.path, str(error)))
+                raise _broken(item.path, entry) from None
+            broken.append((item.path, str(entry)))
             continue
         used[str(item.path.absolute())] = entry
         width, height, digest = entry[2:]
@@ -222,17 +234,44 @@ def _broken(path: Path, error: OSError) -> Trouble:
     )  # fmt: skip
 
 
-def _entry(path: Path, known: dict[str, list]) -> list:
-    """[bytes, time, width, height, sha256] of a picture file; the header only is decoded. Raises OSError."""
-    status = path.stat()
+def _entries(items: list[Item], known: dict[str, list], *, until_broken: bool) -> list[list | OSError]:
+    """What is to be known of each picture's file, or why it cannot be. `until_broken`: the list ends with the first that cannot.
+
+    Files that are not known yet are read by several threads, for reading and hashing let each other run.
+    """
+    found = [_known(item.path, known) for item in items]
+    missing = [number for number, entry in enumerate(found) if entry is None]
+    pool = ThreadPoolExecutor(READERS)
+    try:
+        paths = [items[number].path for number in missing]
+        for number, entry in zip(missing, pool.map(_measure, paths)):
+            found[number] = entry
+            if until_broken and isinstance(entry, OSError):
+                return found[: number + 1]
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return found
+
+
+def _known(path: Path, known: dict[str, list]) -> list | OSError | None:
+    try:
+        status = path.stat()
+    except OSError as error:
+        return error
     entry = known.get(str(path.absolute()))
-    if entry is not None and entry[:2] == [status.st_size, status.st_mtime_ns]:
-        return entry
-    data = path.read_bytes()
-    with Image.open(io.BytesIO(data)) as picture:
-        width, height = picture.size
-        if picture.getexif().get(0x0112, 1) >= 5:  # stored on its side
-            width, height = height, width
+    return entry if entry is not None and entry[:2] == [status.st_size, status.st_mtime_ns] else None
+
+
+def _measure(path: Path) -> list | OSError:
+    """[bytes, time, width, height, sha256] of a picture file; the header only is decoded."""
+    try:
+        status, data = path.stat(), path.read_bytes()
+        with Image.open(io.BytesIO(data)) as picture:
+            width, height = picture.size
+            if picture.getexif().get(0x0112, 1) >= 5:  # stored on its side
+                width, height = height, width
+    except OSError as error:
+        return error
     return [status.st_size, status.st_mtime_ns, width, height, hashlib.sha256(data).hexdigest()]
 
 
