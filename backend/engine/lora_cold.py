@@ -1,6 +1,7 @@
 """Cold LoRA: changes added into resident weights, and weights put back exactly as their file has them.
 
-The change is computed and added in float32 and rounded once to the weight's dtype, in strips of rows that stay in the processor's cache.
+The change is computed and added in float32 and rounded once to the weight's dtype, in strips of rows that stay in the processor's cache; where the
+processor multiplies bfloat16 and sums in float32, from factors split into bfloat16 digits, to 2^-16 of the change (the weight's own rounding is 2^-9).
 """
 
 from __future__ import annotations
@@ -53,22 +54,20 @@ def _has_bf16_products() -> bool:
 
 
 def _in_bf16(up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factors in bfloat16 with the same product to float32's accuracy: those of more digits are sums of up to three of fewer."""
+    """Factors in bfloat16 whose product is that of `up` and `down`: high times high, high times low and low times high, side by side."""
     if up.dtype == down.dtype == torch.bfloat16:
         return up, down
     ups, downs = _digits(up), _digits(down)
-    pairs = [(a, b) for i, a in enumerate(ups) for j, b in enumerate(downs) if i + j < 3]
+    pairs = [(a, b) for i, a in enumerate(ups) for j, b in enumerate(downs) if i + j < 2]
     return torch.cat([a for a, _ in pairs], dim=1), torch.cat([b for _, b in pairs])
 
 
 def _digits(values: torch.Tensor) -> list[torch.Tensor]:
-    """bfloat16 tensors whose sum is `values`: one for bfloat16 (8 bits), two for float16 (11), three for float32 (24)."""
-    count = {torch.bfloat16: 1, torch.float16: 2}.get(values.dtype, 3)
-    rest, found = values.float(), []
-    for _ in range(count):
-        found.append(rest.to(torch.bfloat16))
-        rest = rest - found[-1].float()
-    return found
+    """One or two bfloat16 tensors of 8 bits each whose sum is `values`, for float32 to 2^-17 of each number."""
+    if values.dtype == torch.bfloat16:
+        return [values]
+    high = values.to(torch.bfloat16)
+    return [high, (values.float() - high.float()).to(torch.bfloat16)]
 
 
 def _add_in_strips(flat: torch.Tensor, up: torch.Tensor, down: torch.Tensor, scale: float) -> None:
