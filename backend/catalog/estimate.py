@@ -166,9 +166,8 @@ def text(part: PartSizes, point: dict, work: Work, fixed: Fixed) -> Working:
 def decode(part: PartSizes, point: dict, dtype: str, fixed: Fixed, *, tiled: bool = False, stage: str = "decode") -> Working:
     """Latents to pixels (or, `stage` "encode", back), whole or in tiles."""
     kind = "video" if point["f"] > 1 else "picture"
-    traced = dtype if fixed.converts else "float32"  # in which no copies are counted
-    whole, factor = _form(part, f"{stage}/{{}}/{kind}", traced)
-    factor *= DTYPE_BYTES[dtype] / DTYPE_BYTES[traced]
+    bare = "" if fixed.converts or dtype == "float32" else "_bare"
+    whole, factor = _form(part, f"{stage}{bare}/{{}}/{kind}", dtype)
     if whole is None:
         return Working(*(int(point["h"] * point["w"] * point["f"] * 2**17 * s) for s in (1, 1.2, 1.4)))
     bytes_whole = evaluate(whole, point) * factor
@@ -206,14 +205,15 @@ def operations(part: PartSizes, point: dict, prefix: str = "operations") -> floa
 
 def on_card(part: PartSizes, layout: PartLayout, active: bool, computing: str) -> tuple[int, int]:
     """(weights, staging) bytes on the card while the part computes, or while it does not."""
+    tables = part.table.get("tables", 0)
     if not active:
-        return (part.bytes(layout.storage, computing), 0) if layout.mode == "resident" else (0, 0)
+        return (part.bytes(layout.storage, computing) + tables, 0) if layout.mode == "resident" else (0, 0)
     cast = part.largest_matrix * DTYPE_BYTES[computing] if layout.storage.startswith("float8") else 0
     if layout.mode != "streamed":
-        return part.bytes(layout.storage, computing), cast
+        return part.bytes(layout.storage, computing) + tables, cast
     stays = part.resident_bytes(layout.on_card, layout.storage, computing)
     buffers = STAGING_BUFFERS * part.largest_block(layout.storage, computing) if layout.on_card < len(part.blocks) else 0
-    return part.around(layout.storage, computing) + stays, buffers + cast
+    return part.around(layout.storage, computing) + stays + tables, buffers + cast
 
 
 def moved_bytes(part: PartSizes, layout: PartLayout, computing: str) -> int:

@@ -51,7 +51,7 @@ def plan(
     preferences = preferences or Preferences()
     own = Layout()
     if isinstance(job, GenerationRequest):
-        work = work_of_request(job, sizes, computing=_computing(card))
+        work = work_of_request(job, sizes, computing=computing_of(card))
     elif isinstance(job, Work):
         work = job
     else:
@@ -76,7 +76,8 @@ def budget_of(card: Card) -> int:
     return max(0, (min(card.free_bytes, left) if card.device == "cpu" else left) - card.reserve_bytes)
 
 
-def _computing(card: Card) -> str:
+def computing_of(card: Card) -> str:
+    """What networks compute in on `card`."""
     return "bfloat16" if "bfloat16" in card.dtypes else "float16" if "float16" in card.dtypes else "float32"
 
 

@@ -83,7 +83,7 @@ def speed_of(card: Card, file: Path | None = None) -> Speed:
     """The rates measured on this device (in `file`, written by `remember`), else those assumed for its name."""
     if file is not None and file.is_file():
         try:
-            kept = json.loads(file.read_text(encoding="utf-8")).get(_key(card))
+            kept = json.loads(file.read_text(encoding="utf-8")).get(device_key(card))
             if kept:
                 return Speed(**kept)
         except (ValueError, TypeError):
@@ -103,7 +103,7 @@ def remember(card: Card, speed: Speed, file: Path) -> None:
             known = json.loads(file.read_text(encoding="utf-8"))
         except ValueError:
             known = {}
-    known[_key(card)] = asdict(speed)
+    known[device_key(card)] = asdict(speed)
     write_json(file, known)
 
 
@@ -117,5 +117,7 @@ def write_json(file: Path, values) -> None:
     temporary.replace(file)
 
 
-def _key(card: Card) -> str:
-    return f"{card.device.partition(':')[0]}/{card.name}"
+def device_key(card: Card) -> str:
+    """What a device is remembered by. A machine has one CPU and one Apple GPU, which are called differently by different libraries."""
+    kind = card.device.partition(":")[0]
+    return kind if kind in ("cpu", "mps") else f"{kind}/{card.name}"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, field
 
-from backend.catalog import learnt
-from backend.catalog.plan import plan_here
+from backend.catalog import foresee, learnt
+from backend.catalog.plan import computing_of, fixed_of, plan_here
+from backend.catalog.sizes import sizes_of
 from backend.catalog.spec import ModelSpec
+from backend.catalog.work import work_of_request
 from backend.schema.places import places
 from backend.schema.preferences import Preferences
 from backend.schema.request import GenerationRequest
@@ -25,7 +27,7 @@ class Placing:
     tiled_vae: bool = False
     halves_apart: bool = False
     resident_blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of streamed parts, what stays
-    predicted_bytes: int = 0
+    plan: VramPlan | None = None
     notes: tuple[str, ...] = ()
     pixels: int = 0
 
@@ -37,7 +39,7 @@ class Placing:
             tiled_vae=plan.tiled_vae,
             halves_apart=plan.halves_apart,
             resident_blocks={name: plan.resident_blocks[name] for name, moved in plan.streamed_blocks.items() if moved},
-            predicted_bytes=plan.peak_high_bytes,
+            plan=plan,
             notes=(*(step.sentence for step in plan.steps if step.lossy), *([plan.advice] if plan.advice else [])),
             pixels=request.width * request.height,
         )
@@ -57,20 +59,26 @@ def plan_for(spec: ModelSpec, card: Card, request: GenerationRequest, preference
     return plan_here(spec, card, request, preferences, user=places().user)
 
 
-def learn(
-    spec: ModelSpec, card: Card, request: GenerationRequest, placing: Placing, *, peak_bytes: int, seconds: float
-) -> None:
-    """Keeps what a job really took on an accelerator, for the next plan. On a CPU the process's memory says too little."""
-    if card.device == "cpu":
-        return
-    predicted = placing.predicted_bytes
+def predicted_bytes(spec: ModelSpec, card: Card, request: GenerationRequest, placing: Placing) -> int:
+    """The most bytes of tensors that `request` should have alive at once on the device, as the model is placed now."""
+    if placing.plan is None:
+        return 0
+    user = places().user
+    sizes = sizes_of(spec, folder=user / "memory")
+    work = work_of_request(request, sizes, computing=computing_of(card))
+    fixed = learnt.corrected(fixed_of(card), card, spec.family, user / "measured.json")
+    return max(foresee.live_bytes(placing.plan, sizes, work, fixed).values(), default=0)
+
+
+def learn(spec: ModelSpec, card: Card, request: GenerationRequest, *, predicted_bytes: int, measured_bytes: int, seconds: float) -> None:
+    """Keeps what a job really took, for the next plan and for "last time"."""
     with contextlib.suppress(OSError):  # a full disk is no reason to lose a picture over statistics
         learnt.remember(
             places().user / "measured.json",
             card,
             spec.family,
             kind=learnt.kind_of(request),
-            predicted_bytes=predicted,
-            measured_bytes=peak_bytes,
+            predicted_bytes=predicted_bytes,
+            measured_bytes=measured_bytes,
             seconds=seconds,
         )

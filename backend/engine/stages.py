@@ -56,9 +56,15 @@ def _keep_float32(module: torch.nn.Module) -> None:
 
 
 def resident(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Tensors that are there before and after: parameters, buffers, gradients."""
+    """Tensors that are there before and after: parameters, buffers, gradients, tables."""
     weights = list(module.parameters())
-    return [*weights, *module.buffers(), *(weight.grad for weight in weights if weight.grad is not None)]
+    return [*weights, *module.buffers(), *tables(module), *(weight.grad for weight in weights if weight.grad is not None)]
+
+
+def tables(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Tensors that classes keep beside their parameters and buffers, such as rotary angles: attributes, and lists of them."""
+    kept = [value for layer in module.modules() for value in vars(layer).values() if isinstance(value, torch.Tensor | list)]
+    return [one for value in kept for one in ([value] if isinstance(value, torch.Tensor) else value) if isinstance(one, torch.Tensor)]
 
 
 def trace(module: torch.nn.Module, work: Callable[[Tape], object], *, warm: bool = True, grad: bool = False) -> Tape:

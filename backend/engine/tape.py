@@ -35,6 +35,7 @@ class Tape:
     sizes: list[int] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
     marks: dict[str, int] = field(default_factory=dict)
+    inside: set[int] = field(default_factory=set)  # storages that exist only inside one kernel of CUDA's
     linear_flops: int = 0  # multiply-adds of matrix products and convolutions, times two
     attention_flops: int = 0
 
@@ -44,7 +45,12 @@ class Tape:
     def transient(self, nbytes: int) -> None:
         """Bytes that exist only inside one kernel."""
         self.sizes.append(int(nbytes))
+        self.inside.add(len(self.sizes) - 1)
         self.events += (len(self.sizes) - 1, ~(len(self.sizes) - 1))
+
+    def outside(self) -> Tape:
+        """The same without what exists only inside a kernel of CUDA's."""
+        return Tape(self.sizes, [event for event in self.events if max(event, ~event) not in self.inside])
 
 
 def rounded(nbytes: int) -> int:

@@ -42,6 +42,8 @@ def table(network: str, config: dict, *, facts: dict, dtypes: tuple[str, ...] = 
     if known is None:
         raise ValueError(f"There is no rule for tracing {kind}; known are {', '.join(sorted(facts))}.")
     found = {"network": kind, **_sizes(network, config, known), "forms": {}}
+    if "lora" in known:
+        found["tables"] = _table_bytes(network, config, known)
     for name in dtypes:
         dtype = DTYPES[name]
         if "lora" in known:
@@ -96,6 +98,17 @@ def _sizes(network: str, config: dict, known: dict) -> dict:
         "blocks": known["blocks"],
         "numel": sizes,
     }
+
+
+def _table_bytes(network: str, config: dict, known: dict) -> int:
+    """Bytes that stay on the device beside the stored weights once the network has run."""
+    with fakes():
+        module = stages.build(network, _shallow(config, known, (1,) * len(known["blocks"])), torch.bfloat16)
+        with torch.no_grad():
+            stages.velocity(module, {"h": 16, "w": 16, "t": 32, "n": 64}, torch.bfloat16)
+        stored = module.state_dict()
+        buffers = [buffer for name, buffer in module.named_buffers() if name not in stored]
+        return sum(one.nbytes for one in (*buffers, *stages.tables(module)))
 
 
 def _points(names: str, count: int) -> list[dict]:
@@ -192,10 +205,14 @@ def _autoencoder(network: str, config: dict, dtype: torch.dtype, name: str) -> d
             for frames in ("1", "f") if video else ("1",):
                 points = [dict(point, f=f) for f in ((1,) if frames == "1" else (3, 5)) for point in _points("", 6)]
                 wanted = names if frames == "1" else [*names, "f", "fh", "fw", "fhw"]
-                tapes, form = _video_form(module, call, points, wanted, dtype)
-                found[f"{stage}/{name}/{'picture' if frames == '1' else 'video'}"] = form | {"pool": forms.pools(tapes[3:4])}
+                kind = "picture" if frames == "1" else "video"
+                tapes = _tapes(call, module, points, dtype)
+                found[f"{stage}/{name}/{kind}"] = _cells_form(wanted, points, tapes) | {"pool": forms.pools(tapes[3:4])}
+                if dtype != torch.float32:
+                    bare = [tape.outside() for tape in tapes]
+                    found[f"{stage}_bare/{name}/{kind}"] = _cells_form(wanted, points, bare) | {"pool": forms.pools(bare[3:4])}
                 counts = [tape.linear_flops + tape.attention_flops for tape in tapes]
-                found[f"operations/{stage}/{'picture' if frames == '1' else 'video'}"] = forms.fit_operations(
+                found[f"operations/{stage}/{kind}"] = forms.fit_operations(
                     ["1", "hw"] if frames == "1" else ["1", "hw", "fhw"], points, counts
                 )
         if name == "bfloat16":
@@ -203,11 +220,10 @@ def _autoencoder(network: str, config: dict, dtype: torch.dtype, name: str) -> d
     return found
 
 
-def _video_form(module, call, points, names, dtype):
-    tapes = _tapes(call, module, points, dtype)
+def _cells_form(names, points, tapes) -> dict:
     if len({len(tape.events) for tape in tapes}) == 1 and len(names) == 4:
-        return tapes, forms.fit(names, points, tapes, CELLS)
-    return tapes, forms.fit_peaks(names, points, tapes)
+        return forms.fit(names, points, tapes, CELLS)
+    return forms.fit_peaks(names, points, tapes)
 
 
 def _tiled(module, dtype: torch.dtype, name: str, video: bool) -> dict:

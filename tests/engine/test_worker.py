@@ -16,6 +16,8 @@ import pytest
 from PIL import Image
 from safetensors.numpy import save_file
 
+from backend.catalog import learnt
+from backend.host import card as cards
 from backend.schema.messages import Event, from_line
 from backend.schema.places import PROJECT, Places
 
@@ -173,7 +175,11 @@ def test_the_starter_draws_and_stays_loaded(starter):
     assert one.event == "result", one
     assert [e.values["step"] for e in worker.events if named("step", "one")(e)] == [1, 2, 3, 4, 1, 2, 3, 4]
     assert {e.values["part"] for e in worker.events if named("loading", "one")(e)} == {"dit", "text_encoder", "vae"}
-    assert one.values["measured_peak_bytes"] > 0 and one.values["seeds"] == [5, 6]
+    assert one.values["seeds"] == [5, 6]
+    predicted, measured = one.values["predicted_peak_bytes"], one.values["measured_peak_bytes"]
+    assert predicted == pytest.approx(measured, rel=0.02)
+    card = cards.choose(cards.probe(), ready.values["device"])  # as the page asks
+    assert learnt.last(data.user / "measured.json", card, "qwen_image")[:2] == (predicted, measured)
 
     worker.say(command="generate", id="two", request={**REQUEST, "seed": 6}, folder=folder)
     two = worker.answer("two")

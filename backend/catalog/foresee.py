@@ -1,0 +1,63 @@
+"""What another job takes under an arrangement that is there already: the loaded model's. Live bytes, phase by phase; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from backend.catalog import estimate
+from backend.catalog.estimate import DENOISERS, Fixed, PartLayout, Work, on_card, point_of
+from backend.catalog.options import FP8
+from backend.catalog.sizes import ModelSizes
+from backend.schema.vram import DISK, VramPlan
+
+
+def layouts_of(plan: VramPlan, computing: str) -> dict[str, PartLayout]:
+    """The arrangement that `plan` stands for."""
+    found = {}
+    for name, config in plan.configs.items():
+        storage = FP8 if FP8 in (config.onload_dtype, config.preparing_dtype) else computing
+        home = "disk" if DISK in (config.offload_device, config.onload_device) else "ram"
+        mode = "streamed" if plan.streamed_blocks.get(name) else "parked" if _leaves(config) else "resident"
+        found[name] = PartLayout(mode, storage, home, len(plan.resident_blocks.get(name, ())) if mode == "streamed" else 0)
+    return found
+
+
+def _leaves(config) -> bool:
+    return config.managed and config.offload_device != config.computation_device
+
+
+def live_bytes(plan: VramPlan, sizes: ModelSizes, work: Work, fixed: Fixed) -> dict[str, int]:
+    """Phase -> bytes of tensors alive at once on the device, were `work` done as `plan` keeps the weights."""
+    layouts, point = layouts_of(plan, work.computing), point_of(sizes, work)
+    text = [part for name, part in sizes.parts.items() if name not in (*DENOISERS, "vae")]
+    dits = [sizes.parts[name] for name in DENOISERS if name in sizes.parts]
+    denoising = {**point, "b": 1} if plan.halves_apart else point
+    found = {
+        "text": [estimate.text(part, point, work, fixed).live for part in text],
+        "denoise": [estimate.denoise(part, denoising, work, fixed).live + work.lora_bytes for part in dits],
+    }
+    active = {"text": {part.name for part in text}, "denoise": {dits[0].name}}
+    if "vae" in sizes.parts:
+        vae, dtype = sizes.parts["vae"], work.decoder_dtype
+        found["decode"] = [estimate.decode(vae, point, dtype, fixed, tiled=plan.tiled_vae).live]
+        active["decode"] = {"vae"}
+        if work.from_picture or work.reference_pictures:
+            found["encode"] = [estimate.decode(vae, point, dtype, fixed, stage="encode").live]
+            active["encode"] = {"vae"}
+    return {
+        phase: max(working) + _weights(layouts, sizes, active[phase], work) + fixed.learnt_bytes
+        for phase, working in found.items() if working
+    }  # fmt: skip
+
+
+def _weights(layouts: dict[str, PartLayout], sizes: ModelSizes, active: set[str], work: Work) -> int:
+    """Weights on the device, and the buffers of what is fetched or cast."""
+    held, staging = 0, 0
+    for name, part in sizes.parts.items():
+        dtype = work.decoder_dtype if name == "vae" else work.computing
+        layout = layouts.get(name, PartLayout())
+        if not layout.storage.startswith("float8"):
+            layout = replace(layout, storage=dtype)
+        weights, buffers = on_card(part, layout, name in active, dtype)
+        held, staging = held + weights, max(staging, buffers)
+    return held + staging

@@ -1,0 +1,175 @@
+"""What a job really takes: bytes of tensors alive on the device, weights included, the highest of each phase.
+
+CUDA, XPU and NPU count that themselves. Elsewhere operations are looked at as they run: what each makes is counted until it is dropped.
+Looking costs some microseconds an operation, so it rests where a step is like the one before. The process's own size is no measure: it
+has the libraries in it, and pages that the system's allocator keeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from backend.engine import placement, stages
+from backend.engine.lora_hot import STATE
+
+STEPS_SEEN = 2  # of the steps of a picture; the first may fill tables that the others find
+
+
+def weight_bytes(modules: Mapping[str, object], device: torch.device) -> int:
+    """Bytes of the parameters and buffers of `modules` that lie on `device`; buffers that blocks are fetched into are not among them."""
+    return sum(_of_module(module, device) for module in modules.values() if isinstance(module, torch.nn.Module))
+
+
+def _of_module(module: torch.nn.Module, device: torch.device) -> int:
+    placed = placement.of(module)
+    if placed is None or placed.states.resident:
+        return _sum((*module.parameters(), *module.buffers(), *stages.tables(module)), device)
+    stored = [unit.stored.tensors for unit in placed.units if unit.stored and unit.stored.state.device == device]
+    return _sum((*stages.tables(module), *(tensor for tensors in stored for tensor in tensors)), device)
+
+
+def _sum(tensors, device: torch.device) -> int:
+    """Bytes of `tensors` on `device`, each place once."""
+    return sum({one.data_ptr(): one.nbytes for one in tensors if one.device == device}.values())
+
+
+def adapter_bytes(modules: Mapping[str, object]) -> int:
+    """Bytes of the LoRAs that act beside layers of `modules`."""
+    branches = [
+        layer.__dict__[STATE] for module in modules.values() if isinstance(module, torch.nn.Module)
+        for layer in module.modules() if STATE in layer.__dict__
+    ]  # fmt: skip
+    return sum(one.nbytes for each in branches for one in (each.down, each.up, *each.added.values()) if one is not None)
+
+
+@contextlib.contextmanager
+def measuring(pipeline, *, known_bytes: int = 0) -> Iterator[Measure]:
+    """What `pipeline` takes while this is open. `known_bytes`: of the same job as it was measured before; then nothing is looked at
+    where looking costs time."""
+    peak = Measure(pipeline.parts, pipeline.device, known_bytes=known_bytes)
+    pipeline.on_phase = peak.phase
+    try:
+        yield peak
+    finally:
+        pipeline.on_phase = None
+        peak.end()
+
+
+class Measure:
+    """The highest live bytes of each phase of a job. Enter a phase by `phase(name)`, call `step()` after each step, `end()` at the end."""
+
+    def __init__(self, modules: Mapping[str, object], device: torch.device | str, *, known_bytes: int = 0):
+        self.modules, self.device = modules, torch.device(device)
+        self.by_phase: dict[str, int] = {}
+        self._name, self._kept_bytes, self._steps = "", 0, 0
+        counts = self.device.type != "cpu" and hasattr(torch.get_device_module(self.device), "max_memory_allocated")
+        self._counter = torch.get_device_module(self.device) if counts else None
+        self._seen = None if counts else _Seen(self.device)
+        self._known_bytes = 0 if counts else known_bytes
+
+    @property
+    def highest_bytes(self) -> int:
+        self._look()
+        return self._known_bytes or max(self.by_phase.values(), default=0)
+
+    @property
+    def highest_phase(self) -> str:
+        return max(self.by_phase, key=self.by_phase.get, default="")
+
+    def phase(self, name: str) -> None:
+        """What comes now is `name`, whose parts are where they compute; "" where a phase has ended."""
+        if self._known_bytes:
+            return
+        self._look()
+        self._name, self._steps = name, 0
+        if not name:
+            return
+        if self._counter is not None:
+            self._counter.reset_peak_memory_stats(self.device)
+            return
+        self._kept_bytes = 0
+        self._seen.highest = self._seen.now
+        self._seen.watch()
+
+    def step(self) -> None:
+        self._steps += 1
+        if self._steps == STEPS_SEEN and self._seen is not None:
+            self._look()
+            self._seen.rest()
+
+    def end(self) -> None:
+        self._look()
+        if self._seen is not None:
+            self._seen.rest()
+        self._name = ""
+
+    def _look(self) -> None:
+        if not self._name:
+            return
+        if self._counter is not None:
+            found = self._counter.max_memory_allocated(self.device)
+        else:
+            found = self._kept() + self._seen.highest
+        self.by_phase[self._name] = max(self.by_phase.get(self._name, 0), found)
+
+    def _kept(self) -> int:
+        """Of weights and LoRAs; blocks that stay come when they are first used."""
+        if self._seen.watching:
+            self._kept_bytes = max(self._kept_bytes, weight_bytes(self.modules, self.device) + adapter_bytes(self.modules))
+        return self._kept_bytes
+
+
+class _Seen(TorchDispatchMode):
+    """Bytes that operations made on `device` while this was watching, and that are alive."""
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device, self.watching = device, False
+        self.now = self.highest = 0
+        self._alive: dict[int, tuple[weakref.ref, int]] = {}
+
+    def watch(self) -> None:
+        if not self.watching:
+            self.watching = True
+            self.__enter__()
+
+    def rest(self) -> None:
+        if self.watching:
+            self.watching = False
+            self.__exit__(None, None, None)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self._made(result, args)
+        elif isinstance(result, tuple | list):
+            for one in result:
+                if isinstance(one, torch.Tensor):
+                    self._made(one, args)
+        return result
+
+    def _made(self, tensor: torch.Tensor, args) -> None:
+        if tensor.device != self.device:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive or any(_shares(one, key) for one in args):
+            return  # known, or a view of what was there before
+        nbytes = storage.nbytes()
+        self._alive[key] = weakref.ref(storage, lambda _: self._dropped(key)), nbytes
+        self.now += nbytes
+        self.highest = max(self.highest, self.now)
+
+    def _dropped(self, key: int) -> None:
+        self.now -= self._alive.pop(key)[1]
+
+
+def _shares(value, key: int) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.untyped_storage()._cdata == key
+    return isinstance(value, tuple | list) and any(_shares(one, key) for one in value)

@@ -1,0 +1,73 @@
+"""What is predicted of a job and what is measured of it are the same bytes: those of live tensors, phase by phase."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from backend.catalog import foresee
+from backend.catalog.identify import identify_model
+from backend.catalog.plan import fixed_of, plan
+from backend.catalog.sizes import sizes_of
+from backend.catalog.work import work_of_request
+from backend.engine import live, memory
+from backend.engine.pipeline import Pipeline
+from backend.families import FAMILIES
+from backend.schema.places import ASSETS
+from backend.schema.request import GenerationRequest
+
+pytestmark = pytest.mark.torch
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def starter():
+    return identify_model(ASSETS / "starter", FAMILIES)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+def test_every_phase_of_the_starter_takes_what_was_predicted(starter, dtype, guidance):
+    request = GenerationRequest(prompt="a red apple on a table", width=160, height=128, num_inference_steps=2, guidance=guidance)
+    card = replace(memory.probe("cpu"), dtypes=(dtype,))
+    found = plan(starter, card, request)
+    pipeline = Pipeline(starter, dtype=getattr(torch, dtype), device="cpu")
+    try:
+        with live.measuring(pipeline) as peak:
+            pipeline.generate(request)
+    finally:
+        pipeline.close()
+    assert {phase.name for phase in found.phases} == set(peak.by_phase)
+    for phase in found.phases:
+        assert phase.live_bytes == pytest.approx(peak.by_phase[phase.name], rel=0.02), phase.name
+    assert peak.highest_bytes == pytest.approx(found.peak_live_bytes, rel=0.005)
+    sizes = sizes_of(starter)
+    again = foresee.live_bytes(found, sizes, work_of_request(request, sizes, computing=dtype), fixed_of(card))
+    assert again == {phase.name: phase.live_bytes for phase in found.phases}
+
+
+def test_what_was_there_before_is_not_counted_and_what_is_dropped_is():
+    kept = torch.zeros(1000)
+    measure = live.Measure({}, CPU)
+    measure.phase("one")
+    view = kept.view(10, 100).t()
+    first = torch.zeros(2**18)
+    del first
+    second = torch.zeros(2**16) + view.sum()
+    measure.phase("")
+    assert measure.by_phase == {"one": 2**20}
+    measure.phase("two")
+    third = torch.zeros(2**16)
+    measure.end()
+    assert measure.by_phase["two"] == second.nbytes + third.nbytes and measure.highest_phase == "one"
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_a_known_job_is_not_looked_at():
+    measure = live.Measure({}, CPU, known_bytes=5)
+    measure.phase("one")
+    torch.zeros(100)
+    measure.end()
+    assert measure.highest_bytes == 5 and not measure.by_phase
