@@ -19,6 +19,7 @@ from backend.engine.staging import Buffers, Fetcher, Order, Slot
 from backend.engine.stream import Layout, lay_out, views
 from backend.engine.units import Source, Unit, convert
 
+FACTOR = "_fp8_factor"  # the attribute of a layer that multiplies with codes
 _KEYS = itertools.count()  # no layer's key is ever another's
 
 
@@ -43,6 +44,7 @@ class Motion:
         self._streamed: dict[int, Unit] = {}
         self._placeholders: dict[tuple, torch.Tensor] = {}
         self._casts: dict[int, tuple] = {}
+        self._factors: dict[tuple[int, int], tuple[Source, torch.Tensor]] = {}
 
     def plan(self, streamed: Iterable[Unit], cast_bytes: int) -> None:
         """Sizes the buffers for blocks that are to be fetched and for layers that are to be cast. No memory is taken before it is needed."""
@@ -143,6 +145,8 @@ class Motion:
         for index, tensor in enumerate(tensors):
             if not unit.casts(source, index):
                 self.bind(unit, index, tensor)
+                if index in unit.codes:
+                    self._give_factor(unit, source, index)
 
     def bind(self, unit: Unit, index: int, tensor: torch.Tensor) -> None:
         for owner, leaf in unit.targets[index]:
@@ -150,6 +154,17 @@ class Motion:
                 owner._parameters[leaf].data = tensor
             else:
                 owner._buffers[leaf] = tensor
+
+    def _give_factor(self, unit: Unit, source: Source, index: int) -> None:
+        """Tells a layer what its codes are to be multiplied with: a float32 tensor, of one number or of one a row."""
+        known = self._factors.get((unit.position, index))
+        if known is None or known[0] is not source:
+            factor = source.factors[index]
+            if not isinstance(factor, torch.Tensor):
+                factor = torch.full((1,), factor, dtype=torch.float32, device=self.device)
+            known = self._factors[unit.position, index] = (source, factor.to(self.device))
+        for owner, _ in unit.targets[index]:
+            owner.__dict__[FACTOR] = known[1]
 
     def unbind(self, unit: Unit, index: int) -> None:
         self.bind(unit, index, self.placeholder(unit, index))

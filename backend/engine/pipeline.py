@@ -12,7 +12,7 @@ from PIL import Image
 
 from backend import families
 from backend.catalog.spec import ModelSpec
-from backend.engine import Cancelled, load, lora, memory, pictures, sampling
+from backend.engine import Cancelled, drawing, faster, load, lora, memory, native_fp8, pictures
 from backend.engine.preview import Preview, Step, watched
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest, LoraReceipt, LoraUse
@@ -25,7 +25,8 @@ class Pipeline:
     """The parts of one model on one device.
 
     `parts` holds the modules by name and the tokenizer; `placements` those whose weights are moved about. Parts may be missing:
-    a pipeline of a transformer alone loads, and says what it lacks when it is asked for a picture.
+    a pipeline of a transformer alone loads, and says what it lacks when it is asked for a picture. `compile` only makes sure, before
+    anything is loaded, that requests may ask for it; `fp8_products` stores the transformer so that they may ask for those.
     """
 
     def __init__(
@@ -39,10 +40,13 @@ class Pipeline:
         tiled_vae: bool = False,
         halves_apart: bool = False,
         resident_blocks: dict[str, tuple[int, ...]] | None = None,
+        compile: bool = False,
+        fp8_products: bool = False,
         on_bytes: Callable[[str, int, int], None] | None = None,
     ):
         self.spec, self.dtype, self.device = spec, dtype, memory.check_device(str(device))
-        self.family = families.by_name(spec.family)
+        faster.check(self.device, compile=compile, fp8_products=fp8_products)
+        self.family, self.fp8_products = families.by_name(spec.family), fp8_products
         self.tiled_vae = tiled_vae
         self.notes: list[str] = []
         self.on_phase: Callable[[str], None] | None = None  # told the phase when its parts are where they compute, and "" after it
@@ -51,7 +55,7 @@ class Pipeline:
         self._encodings: OrderedDict[str, dict] = OrderedDict()
         self._text_changed = False
         self._preview = Preview(self.family, self.parts, self.placements, device=self.device, dtype=self.dtype)
-        self._together = not halves_apart  # the halves of guidance
+        self.together = not halves_apart  # the halves of guidance
         self._resident_blocks = resident_blocks or {}  # of parts that are streamed, the blocks that stay
         for name in spec.parts:
             self._load(name, (configs or {}).get(name, VramConfig()), vram_limit_bytes, on_bytes)
@@ -63,6 +67,8 @@ class Pipeline:
     def _load(self, name: str, config: VramConfig, vram_limit_bytes: int | None, on_bytes) -> None:
         part = self.spec.parts[name]
         tell = (lambda done, total: on_bytes(name, done, total)) if on_bytes else None
+        multiplies = self.fp8_products and name == faster.PART
+        config = native_fp8.stored(config, part) if multiplies else config
         if not config.managed and vram_limit_bytes is None:
             module = load.load_part(part, dtype=self.dtype, device=self.device, on_bytes=tell)
         else:
@@ -74,6 +80,8 @@ class Pipeline:
                 module, part, config, vram_limit_bytes=vram_limit_bytes, device=self.device, on_bytes=tell,
                 resident=self._resident_blocks.get(name),
             )  # fmt: skip
+            if multiplies:
+                native_fp8.prepare(self.placements[name])
         if hasattr(self.family, "prepare"):
             self.family.prepare(name, module)
         self.parts[name] = module
@@ -183,7 +191,8 @@ class Pipeline:
 
         Each picture is drawn by itself, so that picture 3 of 4 comes out the same when its seed is asked for alone.
         """
-        self._check(request)
+        drawing.check(self, request)
+        faster.arrange(self, request)
         if source is None and request.input_image:
             source = pictures.open_picture(request.input_image)
         towards = self.encode_prompt(request.prompt)
@@ -194,65 +203,10 @@ class Pipeline:
         for number in range(request.count):
             if should_stop and should_stop():
                 raise Cancelled
-            start = self._start(request, request.seed + number, source, noise if number == 0 else None)
+            start = drawing.start(self, request, request.seed + number, source, noise if number == 0 else None)
             watch = on_step and watched(number, len(start[1]) - 1, on_step, self._preview)
-            latents = self._denoise(request, *start, towards, away, watch, should_stop)
+            latents = drawing.denoise(self, request, *start, towards, away, watch, should_stop)
             yield self.decode(latents, tiled=tiled)
-
-    def _check(self, request: GenerationRequest) -> None:
-        if not hasattr(self.family, "predict") or self.spec.variant in getattr(self.family, "NOT_DRAWN", ()):
-            raise Trouble(
-                "not_supported",
-                f"{self.spec.title} is recognised, and LoRAs for it can be worked with, but it draws no pictures here yet.",
-                hint="Choose a Qwen-Image model.",
-            )
-        multiple = self.family.SIZES.multiple
-        for name, value in (("Width", request.width), ("Height", request.height)):
-            if value % multiple or value < multiple:
-                raise Trouble("bad_value", f"{name} is {value}; this model needs a multiple of {multiple}.")
-        for name in ("dit", "text_encoder", "vae", "tokenizer"):
-            if name not in self.parts:
-                with self.using(name):
-                    pass
-
-    def _start(self, request, seed: int, source, noise) -> tuple[torch.Tensor, torch.Tensor]:
-        """The latents to begin with and the noise levels to go through."""
-        sigmas = self.family.sigmas(
-            self.spec.scheduler, request.num_inference_steps, width=request.width, height=request.height
-        )
-        generator = torch.Generator().manual_seed(seed)
-        latents = None
-        if source is not None:
-            latents = self.encode_picture(source, request.width, request.height, generator)
-        if noise is None:
-            shape = self.family.latent_shape(request.width, request.height)
-            noise = sampling.noise(shape, generator, device=self.device, dtype=self.dtype)
-        noise = noise.to(self.device, self.dtype)
-        if latents is None:
-            return noise, sigmas
-        sigmas = sampling.steps_from(sigmas, request.denoising_strength)
-        return sampling.mix(latents, noise, sigmas[0]), sigmas
-
-    @torch.no_grad()
-    def _denoise(self, request, x, sigmas, towards, away, on_step, should_stop) -> torch.Tensor:
-        with self.using("dit"):
-            try:
-                return self._sample(request, x, sigmas, towards, away, on_step, should_stop)
-            except (RuntimeError, MemoryError) as error:
-                if away is None or not self._together or not memory.is_out_of_memory(error):
-                    raise
-            memory.give_back(self.device)
-            self._together = False
-            self.note(
-                "Memory ran out while drawing, so the two halves of guidance are now computed one after the other."
-            )
-            return self._sample(request, x, sigmas, towards, away, on_step, should_stop)
-
-    def _sample(self, request, x, sigmas, towards, away, on_step, should_stop) -> torch.Tensor:
-        denoise = sampling.guided(
-            self.family, self.parts, towards, away, request.guidance, device=self.device, together=self._together
-        )
-        return sampling.sample(denoise, x, sigmas, on_step=on_step, should_stop=should_stop)
 
     def add_lora(self, part: str, source, *, strength: float = 1.0, hot: bool | None = None) -> LoraReceipt:
         """Adds a LoRA (a file or a state dict) to `part`, and its text encoder half to the text encoder if that is loaded."""

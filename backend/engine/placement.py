@@ -88,7 +88,7 @@ class Placement:
         self.units = units
         self._by_name = {name: unit for unit in self.units for name in unit.names}
         self._reader = reader
-        self._residence = Residence(reader, self.device)
+        self._residence = Residence(reader, self.device, part.nbytes)
         self.motion = Motion(reader, self.device, self.dtype, staging)
         self._may_prepare: set[int] = set()
         self.lock = threading.RLock()
@@ -139,7 +139,7 @@ class Placement:
         with self.lock:
             if self.level == "onload":
                 self.enter_use(unit)
-            if unit.ready is not None:
+            if unit.ready is not None and index not in unit.codes:
                 return unit.ready.tensors[index].clone()
             source, field = source_of(unit), unit.computing.fields[index]
             kept = unit.stored.tensors[index] if unit.stored is not None else self._residence.read_one(unit, index)
@@ -156,16 +156,19 @@ class Placement:
         """The part is not called soon: staging, and whatever is nearer than the offload state, is given back."""
         self._settle("offload")
 
-    def hold_whole(self, whole: bool) -> None:
-        """Whether a block's weights come, and are cast, all together before the block is called, as a compiled block needs them, or
-        layer by layer, which takes a smaller buffer. Parks the part."""
+    def arrange(self, *, whole: bool, codes: Callable[[Unit], frozenset[int]]) -> None:
+        """How blocks are used from now on; parks the part. `whole`: a block's weights come, and are cast, all together before it is called,
+        as a compiled block needs them, else layer by layer through a smaller buffer. `codes`: which tensors a layer takes as FP8 codes."""
         self.offload()
         with self.lock:
             self.motion.empty()
-            self.layers = find_layers(self.units, whole)
             for hook in self._hooks:
                 hook.remove()
+            self.layers = find_layers(self.units, whole)
             self._hooks = [] if self.states.resident else watch(self)
+            for unit in self.blocks:
+                unit.codes = codes(unit)
+                self._enter(unit, self.states.offload)
             self._plan()
 
     def close(self) -> None:

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType
 
 import torch
 
 from backend.engine import Cancelled
+from backend.engine.step_cache import StepCache
 
 Denoise = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -24,29 +26,42 @@ def noise(shape: tuple[int, ...], generator: torch.Generator, *, device, dtype: 
 
 
 def guided(
-    family: ModuleType, parts: dict, towards: dict, away: dict | None, scale: float, *, device, together: bool
+    family: ModuleType,
+    parts: dict,
+    towards: dict,
+    away: dict | None,
+    scale: float,
+    *,
+    device,
+    together: bool,
+    cache: StepCache | None = None,
 ) -> Denoise:
     """The velocity under guidance for one picture; `towards` and `away` are encodings of `encode_text`.
 
     `together`: both halves run as one batch, so that a streamed block is moved once a step. Else one after the other, which
-    takes half the working memory.
+    takes half the working memory. `cache` lets steps reuse what earlier ones computed.
     """
+
+    def predict(x, sigma, cond, name="both"):
+        with cache.step(name) if cache else nullcontext():
+            return family.predict(parts, x, sigma, cond)
+
     if away is None or scale <= 1:
         alone = family.collate([towards], device=device)
-        return lambda x, sigma: family.predict(parts, x, sigma, alone)
+        return lambda x, sigma: predict(x, sigma, alone)
     if together:
         both = family.collate([towards, away], device=device)
 
         def denoise(x, sigma):
-            halves = family.predict(parts, torch.cat([x, x]), torch.cat([sigma, sigma]), both)
+            halves = predict(torch.cat([x, x]), torch.cat([sigma, sigma]), both)
             return family.guide(*halves.chunk(2), scale)
 
         return denoise
     first, second = family.collate([towards], device=device), family.collate([away], device=device)
 
     def denoise_in_turn(x, sigma):
-        velocity = family.predict(parts, x, sigma, first)
-        return family.guide(velocity, family.predict(parts, x, sigma, second), scale)
+        velocity = predict(x, sigma, first, "towards")
+        return family.guide(velocity, predict(x, sigma, second, "away"), scale)
 
     return denoise_in_turn
 

@@ -33,6 +33,26 @@ class GenerationRequest:
     denoising_strength: float = knob(
         0.75, help="How far to depart from the input picture: 0 keeps it, 1 ignores it.", low=0.0, high=1.0
     )
+    step_cache: float = knob(
+        0.0,
+        help="Faster, less exact: steps whose first block changes by at most this share reuse the other blocks of an earlier step. "
+        "0 computes every step; 0.1 is close to the exact picture, 0.3 visibly another.",
+        low=0.0,
+        high=0.5,
+        level="advanced",
+    )
+    compile: bool = knob(
+        False,
+        help="Compile the repeated block before the first step (a minute, once a start), for faster steps. The picture is the same within "
+        "rounding. Needs a C++ compiler, on a card Triton.",
+        level="advanced",
+    )
+    fp8_products: bool = knob(
+        False,
+        help="Faster, less exact: multiply in 8 bits, on NVIDIA cards of the 40 series or later. Weights are stored in FP8 for it.",
+        level="advanced",
+        label="FP8 products",
+    )
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,14 @@ from pathlib import Path
 import pytest
 
 
+@pytest.fixture(scope="session")
+def deep_qwen(tmp_path_factory) -> Path:
+    """A folder with a tiny Qwen-Image of four blocks."""
+    from tests.tiny_models import make_qwen_image
+
+    return make_qwen_image(tmp_path_factory.mktemp("models") / "deep_qwen", num_layers=4)
+
+
 @pytest.fixture
 def write_part(tmp_path):
     """write_part(module, network, config, dtype=None, name="dit", scales={}) -> PartSpec: the module's weights in a file, located by

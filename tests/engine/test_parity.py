@@ -110,7 +110,7 @@ def test_padded_prompts_and_both_halves_in_one_pass_change_nothing(tiny_qwen):
         prompt="a cat", negative_prompt="a very long story", width=64, height=64, num_inference_steps=3
     )
     together = pipeline.generate(request)[0]
-    pipeline._together = False
+    pipeline.together = False
     assert apart(together, pipeline.generate(request)[0]) <= 1
 
 

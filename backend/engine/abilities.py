@@ -1,0 +1,46 @@
+"""What a device can do beyond holding weights: compile a network, multiply in FP8. Each answers with the sentence that says why not."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+
+import torch
+
+FP8_CAPABILITY = (8, 9)  # the first NVIDIA generation that multiplies 8-bit floats
+_CPP = {"linux": ("g++", "clang++", "c++"), "darwin": ("clang++", "g++"), "win32": ("cl", "clang-cl", "icx-cl")}
+_C = ("gcc", "clang", "cc")
+
+
+def why_no_compiler(device: torch.device) -> str | None:
+    """None where torch.compile can work on `device`, else what is missing. Imports nothing of torch's compiler."""
+    if device.type == "cpu":
+        wanted = (os.environ.get("CXX", ""), *_CPP.get(sys.platform, _CPP["linux"]))
+        if any(name and shutil.which(name) for name in wanted):
+            return None
+        return f"compiling for the CPU needs a C++ compiler, and none of {', '.join(filter(None, wanted))} is there"
+    if device.type == "mps":
+        return None  # Metal brings its own
+    if device.type not in ("cuda", "xpu"):
+        return f"torch does not compile for {device.type} devices"
+    if importlib.util.find_spec("triton") is None:
+        return "compiling for a card needs the package triton, which is not installed"
+    wanted = (os.environ.get("CC", ""), *_C)
+    if sys.platform == "linux" and not any(name and shutil.which(name) for name in wanted):
+        return f"triton needs a C compiler, and none of {', '.join(filter(None, wanted))} is there"
+    return None
+
+
+def why_no_fp8_products(device: torch.device) -> str | None:
+    """None where `device` multiplies matrices of 8-bit floats, else the reason. A CPU can, slowly: that is how they are tested."""
+    if device.type == "cpu":
+        return None if hasattr(torch, "_scaled_mm") else "this build of torch has no FP8 product"
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "FP8 products are computed on NVIDIA cards only"
+    found = torch.cuda.get_device_capability(device)
+    if found >= FP8_CAPABILITY:
+        return None
+    name, wanted = torch.cuda.get_device_name(device), ".".join(map(str, FP8_CAPABILITY))
+    return f"{name} has compute capability {found[0]}.{found[1]}, and FP8 products need {wanted} (GeForce 40 series or later)"

@@ -1,0 +1,83 @@
+"""One request on a loaded pipeline: is it sound, what does it begin with, and the steps from noise to latents."""
+
+from __future__ import annotations
+
+import torch
+
+from backend.engine import faster, memory, sampling
+from backend.schema.messages import Trouble
+from backend.schema.request import GenerationRequest
+
+
+def check(pipeline, request: GenerationRequest) -> None:
+    """Raises Trouble where the model cannot draw what is asked for, or lacks a part."""
+    family, spec = pipeline.family, pipeline.spec
+    if not hasattr(family, "predict") or spec.variant in getattr(family, "NOT_DRAWN", ()):
+        raise Trouble(
+            "not_supported",
+            f"{spec.title} is recognised, and LoRAs for it can be worked with, but it draws no pictures here yet.",
+            hint="Choose a Qwen-Image model.",
+        )
+    multiple = family.SIZES.multiple
+    for name, value in (("Width", request.width), ("Height", request.height)):
+        if value % multiple or value < multiple:
+            raise Trouble("bad_value", f"{name} is {value}; this model needs a multiple of {multiple}.")
+    for name in ("dit", "text_encoder", "vae", "tokenizer"):
+        if name not in pipeline.parts:
+            with pipeline.using(name):
+                pass
+
+
+def start(pipeline, request: GenerationRequest, seed: int, source, noise) -> tuple[torch.Tensor, torch.Tensor]:
+    """The latents to begin with and the noise levels to go through."""
+    family = pipeline.family
+    sigmas = family.sigmas(
+        pipeline.spec.scheduler, request.num_inference_steps, width=request.width, height=request.height
+    )
+    generator = torch.Generator().manual_seed(seed)
+    latents = None
+    if source is not None:
+        latents = pipeline.encode_picture(source, request.width, request.height, generator)
+    if noise is None:
+        shape = family.latent_shape(request.width, request.height)
+        noise = sampling.noise(shape, generator, device=pipeline.device, dtype=pipeline.dtype)
+    noise = noise.to(pipeline.device, pipeline.dtype)
+    if latents is None:
+        return noise, sigmas
+    sigmas = sampling.steps_from(sigmas, request.denoising_strength)
+    return sampling.mix(latents, noise, sigmas[0]), sigmas
+
+
+@torch.no_grad()
+def denoise(pipeline, request: GenerationRequest, x, sigmas, towards, away, on_step, should_stop) -> torch.Tensor:
+    """Latents (1, C, h, w) of the picture; once more with the halves of guidance one after the other where memory runs out."""
+    with pipeline.using("dit"):
+        try:
+            return _sample(pipeline, request, x, sigmas, towards, away, on_step, should_stop)
+        except (RuntimeError, MemoryError) as error:
+            if away is None or not pipeline.together or not memory.is_out_of_memory(error):
+                raise
+        memory.give_back(pipeline.device)
+        pipeline.together = False
+        pipeline.note(
+            "Memory ran out while drawing, so the two halves of guidance are now computed one after the other."
+        )
+        return _sample(pipeline, request, x, sigmas, towards, away, on_step, should_stop)
+
+
+def _sample(pipeline, request, x, sigmas, towards, away, on_step, should_stop) -> torch.Tensor:
+    cache = faster.step_cache(pipeline, request)
+    velocity = sampling.guided(
+        pipeline.family,
+        pipeline.parts,
+        towards,
+        away,
+        request.guidance,
+        device=pipeline.device,
+        together=pipeline.together,
+        cache=cache,
+    )
+    latents = sampling.sample(velocity, x, sigmas, on_step=on_step, should_stop=should_stop)
+    if cache:
+        pipeline.note(cache.sentence)
+    return latents

@@ -1,0 +1,64 @@
+"""What a request may trade for speed, put into effect on a loaded pipeline: compiled blocks, FP8 products, cached steps."""
+
+from __future__ import annotations
+
+import torch
+
+from backend.engine import compiled, native_fp8
+from backend.engine.step_cache import StepCache
+from backend.engine.units import Unit
+from backend.schema.messages import Trouble
+from backend.schema.request import GenerationRequest
+from backend.schema.vram import VramConfig
+
+PART = "dit"
+
+
+def check(device: torch.device, *, compile: bool, fp8_products: bool) -> None:
+    """Raises Trouble for what `device` cannot do; nothing has to be loaded for it."""
+    if compile:
+        compiled.check(device)
+    if fp8_products:
+        native_fp8.check(device)
+
+
+def configs(planned: dict[str, VramConfig], fp8_products: bool) -> dict[str, VramConfig]:
+    """A plan's settings, with the network's weights in the format that FP8 products take: never more bytes than planned."""
+    if not fp8_products or PART not in planned:
+        return planned
+    return {**planned, PART: native_fp8.in_codes(planned[PART])}
+
+
+def arrange(pipeline, request: GenerationRequest) -> None:
+    """Makes the network's blocks compute as `request` asks, where they do not yet. Raises Trouble for what was not loaded for it."""
+    module, placed = pipeline.parts[PART], pipeline.placements.get(PART)
+    if request.fp8_products and not pipeline.fp8_products:
+        raise Trouble(
+            "bad_value", "This model was loaded without fp8_products.", hint="Load it with fp8_products=True."
+        )
+    step_cache(pipeline, request)
+    if request.compile:
+        compiled.check(pipeline.device)
+    lists = pipeline.family.PARTS[PART].blocks
+    compiles = request.compile != compiled.is_compiled(module, lists)
+    codes = native_fp8.chosen if request.fp8_products else _none
+    if placed is not None and (compiles or any(unit.codes != codes(unit) for unit in placed.blocks)):
+        if request.compile:
+            compiled.check_whole(module, lists, [unit.module for unit in placed.blocks])
+        placed.arrange(whole=request.compile, codes=codes)
+    if compiles and request.compile:
+        compiled.compile_blocks(module, lists)
+        pipeline.note("The blocks are compiled: the first step waits for it, and so does the first with other LoRAs.")
+    elif compiles:
+        compiled.undo(module, lists)
+
+
+def step_cache(pipeline, request: GenerationRequest) -> StepCache | None:
+    """For one picture; None where every step is to be computed."""
+    if request.step_cache <= 0:
+        return None
+    return StepCache(pipeline.family, pipeline.parts[PART], request.step_cache)
+
+
+def _none(unit: Unit) -> frozenset[int]:
+    return frozenset()

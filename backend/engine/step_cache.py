@@ -1,0 +1,146 @@
+"""Steps that reuse what the last one computed: where a network's first block answers nearly as it did, the others are not run.
+
+The rule is that of first-block caching (ParaAttention; diffusers' `FirstBlockCacheConfig`): with r the change that the first block makes to the
+picture's tokens and r' that of the last step computed whole, the other blocks are skipped where mean|r - r'| / mean|r'| is at most the
+threshold. What they would have added is guessed from the last two steps computed whole, half-way between the last answer and the straight
+line through both: on the starter that errs a quarter to a half less than the last answer alone, which is diffusers' rule (docs/engine.md).
+It is lossy: the picture is another one, close by for small thresholds.
+
+The network's own loop runs as it is written: for the length of a call its list of blocks is one that decides, after the first block,
+what comes next. A skipped block is not called, so its weights are not fetched; hot LoRAs and compiled blocks are called as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from backend.schema.messages import Trouble
+
+FEWEST_BLOCKS = 3  # with fewer there is hardly anything to skip
+SLOPE = 0.5  # of the straight line through the last two answers; 1 overshoots where steps are large
+
+
+@dataclass
+class Kept:
+    """Of the last steps of one pass that were computed whole: the first block's change of the picture, what the other blocks added to each
+    stream, what they had added before that, and which calls these were."""
+
+    change: torch.Tensor | None = None
+    added: tuple[torch.Tensor, ...] = ()
+    earlier: tuple[torch.Tensor, ...] = ()
+    call: int = 0
+    added_at: int = 0
+    earlier_at: int = 0
+
+    def renew(self, change: torch.Tensor, added: tuple[torch.Tensor, ...]) -> None:
+        self.earlier, self.earlier_at = self.added, self.added_at
+        self.change, self.added, self.added_at = change, added, self.call
+
+    def guess(self) -> tuple[torch.Tensor, ...]:
+        """What the other blocks would add in this call."""
+        if not self.earlier:
+            return self.added
+        weight = SLOPE * (self.call - self.added_at) / (self.added_at - self.earlier_at)
+        return tuple(torch.lerp(before, now, 1.0 + weight) for before, now in zip(self.earlier, self.added, strict=True))
+
+
+class StepCache:
+    """For one picture of one network. `passes`: guidance computed in two passes keeps each half's numbers for itself."""
+
+    def __init__(self, family: ModuleType, module: nn.Module, threshold: float):
+        said = getattr(family, "BLOCK_STREAMS", None)
+        if said is None:
+            raise Trouble("not_supported", f"Steps of {family.TITLE} cannot be cached.", hint="Set step_cache to 0.")
+        self.list_name, self.streams = said
+        self.module, self.threshold = module, threshold
+        self.blocks = module.get_submodule(self.list_name)
+        if len(self.blocks) < FEWEST_BLOCKS:
+            raise Trouble(
+                "not_supported",
+                f"Step caching skips all blocks but the first, and this model has only {len(self.blocks)}.",
+                hint="Set step_cache to 0.",
+            )
+        self.num_calls = self.num_skipped = 0
+        self._kept: dict[str, Kept] = {}
+
+    @contextmanager
+    def step(self, name: str = "both") -> Iterator[None]:
+        """Within it the network, called once, may skip its blocks. `name` tells one pass of a step from another."""
+        modules = self.module._modules
+        modules[self.list_name] = _Deciding(self, self._kept.setdefault(name, Kept()))
+        try:
+            yield
+        finally:
+            modules[self.list_name] = self.blocks
+
+    @property
+    def sentence(self) -> str:
+        """What it did, for the one who gets the picture."""
+        if not self.num_skipped:
+            return f"Step cache {self.threshold:g}: no step was close enough to the one before it, so all were computed whole."
+        return (
+            f"Step cache {self.threshold:g}: {self.num_skipped} of {self.num_calls} passes reused what an earlier one computed; "
+            "the picture is close to the exact one, not the same."
+        )
+
+
+class _Deciding(nn.Module):
+    """Stands in for the list of blocks during one call."""
+
+    def __init__(self, cache: StepCache, kept: Kept):
+        super().__init__()
+        self.__dict__["cache"], self.__dict__["kept"] = cache, kept  # not as children: names of modules stay theirs
+
+    def __len__(self) -> int:
+        return len(self.cache.blocks)
+
+    def __iter__(self) -> Iterator:
+        first, *middle, last = self.cache.blocks
+        cache, kept = self.cache, self.kept
+        change: torch.Tensor | None = None
+        begun: tuple[torch.Tensor, ...] = ()
+
+        def call_first(*args, **kwargs):
+            nonlocal change, begun
+            output = first(*args, **kwargs)
+            begun = _streams(output)
+            change = begun[-1] - kwargs[cache.streams[-1]]
+            return output
+
+        def call_last(*args, **kwargs):
+            output = last(*args, **kwargs)
+            kept.renew(change, tuple(after - before for after, before in zip(_streams(output), begun, strict=True)))
+            return output
+
+        def reuse(*args, **kwargs):
+            moved = tuple(before + added for before, added in zip(begun, kept.guess(), strict=True))
+            return moved if len(moved) > 1 else moved[0]
+
+        kept.call += 1
+        yield call_first
+        cache.num_calls += 1
+        if _near(change, kept.change, cache.threshold):
+            cache.num_skipped += 1
+            yield reuse
+        else:
+            yield from middle
+            yield call_last
+
+
+def _streams(output) -> tuple[torch.Tensor, ...]:
+    return output if isinstance(output, tuple) else (output,)
+
+
+def _near(change: torch.Tensor, before: torch.Tensor | None, threshold: float) -> bool:
+    """Whether every picture (row) of the batch changed by at most `threshold`, relative to `before`."""
+    if before is None or before.shape != change.shape:
+        return False
+    dims = tuple(range(1, change.ndim))
+    apart, size = ((change - before).abs(), before.abs())
+    return bool((apart.mean(dims, dtype=torch.float32) <= threshold * size.mean(dims, dtype=torch.float32)).all())
