@@ -10,10 +10,10 @@ from pathlib import Path
 from PIL import Image
 
 from backend import families
-from backend.catalog import beside, download
+from backend.catalog import beside, download, learnt
 from backend.catalog.identify import identify_model
 from backend.catalog.spec import ModelSpec
-from backend.engine import Cancelled, faster, light, memory, planning
+from backend.engine import Cancelled, faster, light, live, memory, planning
 from backend.engine.pipeline import Pipeline
 from backend.engine.png import Previews, free_path, save_png
 from backend.engine.preview import Step
@@ -47,7 +47,7 @@ class Work:
         self._loaded_from: tuple = ()
         self._placing = planning.Placing()
         self._told_memory = 0.0
-        self._before_bytes = 0  # in use before the model came: on a CPU, the libraries
+        self._peaks: dict[tuple, int] = {}  # what was measured of jobs of a kind since the model was loaded
 
     def about(self) -> dict:
         card = memory.probe(self.device)
@@ -86,46 +86,51 @@ class Work:
     def generate(self, id: str, values: dict) -> None:
         request = asked(values)
         folder = Path(values.get("folder") or places().outputs)
-        began = time.monotonic()
         pipeline = self._ensure(id, request)
-        peak = memory.Peak(self.device)
+        began = time.monotonic()
         receipts = pipeline.use_loras(request.loras)
         pipeline.notes.clear()
+        card = memory.probe(self.device)
+        predicted = planning.predicted_bytes(pipeline.spec, card, request, self._placing)
         paths: list[Path] = []
         last = time.monotonic()
-        for number, picture in enumerate(
-            pipeline.draw(request, on_step=self._watcher(id, peak), should_stop=lambda: self.wire.should_stop(id))
-        ):
-            paths.append(free_path(folder, request.seed + number))
-            now = time.monotonic()
-            made = self._settings(
-                request, request.seed + number, now - last, receipts, peak.look() - self._before_bytes
-            )
-            save_png(picture, paths[-1], made)
-            if request.count > 1:
-                self.wire.say("preview", id=id, path=str(paths[-1]), picture=number)
-            last = now
-        seconds, highest = time.monotonic() - began, peak.look() - self._before_bytes
+        kind = (learnt.kind_of(request), request.loras, bool(request.input_image))
+        with live.measuring(pipeline, known_bytes=self._peaks.get(kind, 0)) as peak:
+            for number, picture in enumerate(
+                pipeline.draw(request, on_step=self._watcher(id, peak), should_stop=lambda: self.wire.should_stop(id))
+            ):
+                paths.append(free_path(folder, request.seed + number))
+                now = time.monotonic()
+                made = self._settings(
+                    request, request.seed + number, now - last, receipts, (predicted, peak.highest_bytes)
+                )
+                save_png(picture, paths[-1], made)
+                if request.count > 1:
+                    self.wire.say("preview", id=id, path=str(paths[-1]), picture=number)
+                last = now
+            seconds, highest = time.monotonic() - began, peak.highest_bytes
+            if peak.highest_phase == "decode":  # the same for every prompt
+                self._peaks[kind] = highest
         planning.learn(
-            pipeline.spec, memory.probe(self.device), request, self._placing, peak_bytes=highest, seconds=seconds
+            pipeline.spec, card, request, predicted_bytes=predicted, measured_bytes=highest, seconds=seconds
         )
-        self._answer(id, request, paths, seconds, receipts, highest)
+        self._answer(id, request, paths, seconds, receipts, (predicted, highest))
 
-    def _answer(self, id: str, request, paths: list[Path], seconds: float, receipts, peak_bytes: int) -> None:
+    def _answer(self, id: str, request, paths: list[Path], seconds: float, receipts, peaks: tuple[int, int]) -> None:
         result = Result(
             pictures=tuple(str(path) for path in paths),
             seeds=tuple(request.seed + number for number in range(len(paths))),
             seconds=seconds,
             loras=receipts,
-            predicted_peak_bytes=self._placing.predicted_bytes,
-            measured_peak_bytes=peak_bytes,
+            predicted_peak_bytes=peaks[0],
+            measured_peak_bytes=peaks[1],
             notes=(*self._placing.notes, *self.pipeline.notes),
         )
         self.wire.say("result", id=id, **asdict(result))
         self._say_memory()
 
     def _settings(
-        self, request: GenerationRequest, seed: int, seconds: float, receipts: tuple[LoraReceipt, ...], peak_bytes: int
+        self, request: GenerationRequest, seed: int, seconds: float, receipts: tuple[LoraReceipt, ...], peaks: tuple[int, int]
     ) -> dict:
         return {
             "request": request_to_values(request),
@@ -133,15 +138,15 @@ class Work:
             "seconds": round(seconds, 3),
             "loras": [asdict(receipt) for receipt in receipts],
             "notes": [*self._placing.notes, *self.pipeline.notes],
-            "predicted_peak_bytes": self._placing.predicted_bytes,
-            "measured_peak_bytes": peak_bytes,
+            "predicted_peak_bytes": peaks[0],
+            "measured_peak_bytes": peaks[1],
         }
 
-    def _watcher(self, id: str, peak: memory.Peak):
+    def _watcher(self, id: str, peak: live.Measure):
         previews = Previews(places().cache / "previews", id)
 
         def on_step(step: Step) -> None:
-            peak.look()
+            peak.step()
             self.wire.say(
                 "step",
                 id=id,
@@ -230,7 +235,6 @@ class Work:
 
     def _load(self, id: str, spec: ModelSpec, fp8_products: bool) -> Pipeline:
         import_networks(spec.family)
-        self._before_bytes = memory.allocated(self.device)
         told = 0.0
 
         def on_bytes(part: str, done: int, total: int) -> None:
@@ -258,6 +262,7 @@ class Work:
         if self.pipeline is not None:
             self.pipeline.close()
             self.pipeline, self._loaded_from = None, ()
+            self._peaks.clear()
             memory.give_back(self.device)
 
     def _say_memory(self) -> None:
