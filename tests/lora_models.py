@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 CASES = Path(__file__).parent / "cases" / "lora"
 
@@ -140,6 +140,17 @@ def make(family: str) -> torch.nn.Module:
         ),
     }[family]
     return getattr(diffusers, kind)(**config).eval().requires_grad_(False)
+
+
+def saved(name: str, folder: Path) -> Path:
+    """`shared(name)` as a folder in the layout of diffusers."""
+    model = shared(name)
+    folder.mkdir()
+    weights = {key: tensor.contiguous().clone() for key, tensor in model.state_dict().items()}
+    save_file(weights, folder / "diffusion_pytorch_model.safetensors")
+    config = {"_class_name": type(model).__name__, **model.config}
+    (folder / "config.json").write_text(json.dumps(config, default=list))
+    return folder
 
 
 def snapshot(model: torch.nn.Module) -> dict[str, torch.Tensor]:

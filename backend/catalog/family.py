@@ -17,8 +17,11 @@ and, unless it is only a set of name maps, the functions that `docs/architecture
     config_from_shapes(part, shapes) -> dict      the class's keyword arguments where no config.json lies beside the file;
                                                   `shapes` parameter name -> shape
     derived_maps(part, modules) -> tuple[NameMap, ...]   dialects that depend on how many modules there are
+    config_from_lora(widths) -> dict              keyword arguments of the class that a LoRA's (module, input width, rows) show
 
     LORA_SIGNS: tuple[LoraSign, ...]              (may be absent) how LoRA files for it are known
+    LORA_NAMES: dict[str, str]                    (may be absent) layout -> the dialect its files are named in, if not the first
+    WHOLE_CONFIG: dict                            (may be absent) keyword arguments by which the class has the modules of all variants
 """
 
 from __future__ import annotations

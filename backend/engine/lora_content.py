@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 
 import torch
 
-from backend.catalog.adapter import group, plain
+from backend.catalog.adapter import Reading, group, plain, readings
 from backend.catalog.lora_kind import families_of, named, outline_of
+from backend.catalog.names import Slot
 from backend.engine.lora_alpha import alpha_rules
-from backend.engine.lora_body import Body
+from backend.engine.lora_body import Body, Dense
 from backend.engine.lora_book import Book
 from backend.engine.lora_build import bias_body, check_whole, weight_body
-from backend.engine.lora_module import Module, cut
+from backend.engine.lora_module import Module, at_place, cut
 from backend.engine.lora_source import Source
+from backend.engine.lora_text import text_module
 from backend.schema.messages import Trouble
 
 
@@ -43,7 +46,7 @@ def read_content(source: Source, book: Book) -> tuple[dict[str, Content], dict[s
     contents: dict[str, Content] = {}
     unused = dict.fromkeys(others, "is no adapter's tensor")
     for stem, roles in grouped.items():
-        found = book.slots(stem)
+        found = _known(stem, roles, book)
         if found is None or set(roles) == {"alpha"}:
             unused[plain(stem)] = "is no module of this family" if found is None else "has an alpha and nothing else"
             continue
@@ -55,7 +58,7 @@ def read_content(source: Source, book: Book) -> tuple[dict[str, Content], dict[s
             roles=roles,
             slots=slots,
             own_name=slots[0].module if whole else reading.name,
-            component="dit",
+            component=reading.component or "dit",
             rules=rules,
             shape_of=lambda name: None,
             weight_of=_no_weight,
@@ -75,26 +78,50 @@ def read_content(source: Source, book: Book) -> tuple[dict[str, Content], dict[s
     return contents, unused
 
 
+def _known(stem: str, roles: Mapping[str, str], book: Book) -> tuple[tuple[Slot, ...], Reading] | None:
+    """What a file's module stands for: of the denoiser, or of a text encoder."""
+    name = plain(stem) + (".modulation" if set(roles) == {"diff_m"} else "")
+    found = book.slots(name)
+    for reading in () if found else readings(name):
+        module = text_module(reading.component, reading.name)
+        if module:
+            return (Slot(module),), reading
+    return found
+
+
 def _take(module: Module, contents: dict[str, Content]) -> None:
     check_whole(module)
     body, bias = weight_body(module), bias_body(module)
+    body = Dense(module.read("diff_m"), 1.0) if "diff_m" in module.roles else body
     role = next((role for role in ("magnitude", "magnitude_out") if role in module.roles), None)
     magnitude = module.read(role) if role else None
     for slot in module.slots:
-        if slot.place != (0, 1, 1):
+        if slot.place != (0, 1, 1) and magnitude is not None:
             raise Trouble(
-                "not_supported", f"{plain(module.stem)} is only a part of {slot.module}; that is not rewritten."
+                "not_supported",
+                f"{plain(module.stem)} is a DoRA of a part of {slot.module} only; that is not rewritten.",
             )
-        content = contents.setdefault(slot.module, Content())
+        content = contents.setdefault(_key(slot), Content())
         if body is not None:
-            content.bodies.append(cut(body, slot))
+            content.bodies.append(_in_place(cut(body, slot), slot))
         if bias is not None:
-            content.bias.append(cut(bias, slot))
+            content.bias.append(_in_place(cut(bias, slot), slot))
         if magnitude is not None:
             content.magnitude = _magnitude_of(magnitude, slot, body, by_row=role == "magnitude_out")
 
 
-def _magnitude_of(magnitude: torch.Tensor, slot, body: Body | None, *, by_row: bool) -> torch.Tensor:
+def _key(slot: Slot) -> str:
+    """The module, or where another parameter than a weight is meant (a modulation's table), that parameter."""
+    return slot.module if slot.parameter == "weight" else f"{slot.module}.{slot.parameter}".lstrip(".")
+
+
+def _in_place(body: Body, slot: Slot) -> Body:
+    """A change of some of a module's rows as one of all, zero elsewhere."""
+    start, stop, whole = slot.place
+    return at_place(body, slot, body.shape[0] * whole // (stop - start))
+
+
+def _magnitude_of(magnitude: torch.Tensor, slot: Slot, body: Body | None, *, by_row: bool) -> torch.Tensor:
     """A module's share of a DoRA magnitude, as (o, 1, ...) or (1, i, ...)."""
     rows = body.shape[0] if body is not None else magnitude.numel()
     if by_row or magnitude.ndim == 1 or magnitude.shape[0] == rows != 1:

@@ -52,7 +52,7 @@ def convert(
     not possible without a loss or the proof fails. `base`: a model of the family, for the names of an unusual depth."""
     source = open_source(path)
     chosen = family_for(source, families, family)
-    book = book_of(chosen, base_part(base, families) if base else None)
+    book = book_of(chosen, base_part(base, families) if base else None, source)
     contents, unused = read_content(source, book)
     tensors = write_layout(contents, layout_named(layout), book)
     worst = write_proven(

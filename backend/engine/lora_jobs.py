@@ -83,7 +83,7 @@ def run_merge(
     _check_strengths(paths, strengths)
     sources = [open_source(path) for path in paths]
     chosen = family_for(sources[0], _families(), family)
-    book = book_of(chosen)
+    book = book_of(chosen, source=sources[0])
     parts = [
         (read_content(source, book)[0], float(strength)) for source, strength in zip(sources, strengths, strict=True)
     ]
@@ -116,7 +116,7 @@ def run_resize(
     """A LoRA of a smaller rank: `rank` everywhere, or for each module the least that keeps the share `energy`."""
     source = open_source(path)
     chosen = family_for(source, _families(), family)
-    book = book_of(chosen)
+    book = book_of(chosen, source=source)
     small = lora_math.reduced(
         read_content(source, book)[0], rank=rank, energy=energy, on_progress=on_progress, should_stop=should_stop
     )
@@ -245,7 +245,7 @@ def run_to_safetensors(
 def run_strengths(path: str, *, family: str = "", on_progress: Progress = nothing, should_stop: Stop = never) -> dict:
     """How strongly a LoRA acts on each block: the Frobenius norm of its change."""
     source = open_source(path)
-    contents, unused = read_content(source, book_of(family_for(source, _families(), family)))
+    contents, unused = read_content(source, book_of(family_for(source, _families(), family), source=source))
     blocks = [{"name": name, "norm": norm, "modules": count} for name, norm, count in lora_math.strengths(contents)]
     return {"path": path, "blocks": blocks, "unused": unused}
 

@@ -13,8 +13,9 @@ import torch
 
 from backend.catalog.names import fill, flatten
 from backend.engine.lora_body import Body, Dense, Hadamard, Kronecker, LowRank, swapped
-from backend.engine.lora_book import Book, native_rules, with_numbers
+from backend.engine.lora_book import Book, native_finder
 from backend.engine.lora_content import Content
+from backend.engine.lora_text import MARK, text_stem
 from backend.schema.messages import Trouble
 
 
@@ -47,11 +48,13 @@ def layout_named(name: str) -> Layout:
 
 def write_layout(contents: dict[str, Content], layout: Layout, book: Book) -> dict[str, torch.Tensor]:
     """The tensors of a file in `layout`. Raises Trouble where the layout has no form for something."""
-    named = _as_native(contents, book) if layout.native else contents
+    named = _as_native(contents, book, layout) if layout.native else contents
     prefix = layout.unet_prefix if book.family.PARTS["dit"].folder == "unet" else layout.prefix
     tensors: dict[str, torch.Tensor] = {}
     for module, content in named.items():
         stem = prefix + (flatten(module) if layout.flat else module)
+        if MARK in module:
+            stem = text_stem(module, layout.name, book.family)
         tensors |= {f"{stem}.{key}": tensor.contiguous() for key, tensor in _tensors(module, content, layout).items()}
     return tensors
 
@@ -136,13 +139,13 @@ def _magnitude(module: str, magnitude: torch.Tensor, layout: Layout) -> dict[str
     return {"lora_magnitude_vector": magnitude.flatten()}
 
 
-def _as_native(contents: dict[str, Content], book: Book) -> dict[str, Content]:
+def _as_native(contents: dict[str, Content], book: Book, layout: Layout) -> dict[str, Content]:
     """The contents under the original's names; parts of a fused module together, missing ones as zeros."""
-    rules = native_rules(book)
+    find = native_finder(book, layout.name)
     native: dict[str, Content] = {}
     parts: dict[str, tuple] = {}
     for module, content in contents.items():
-        found = with_numbers(rules, module)
+        found = find(module)
         if found is None:
             native[module] = content
             continue

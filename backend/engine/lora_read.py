@@ -164,7 +164,9 @@ def _check_family(source: Source, found: Mapping, widths: tuple, family: ModuleT
     strange = [stem for stem, place in found.items() if isinstance(place, str) and "no such module" in place]
     if family is None or len(strange) == len(found):
         return  # where nothing matches, that is said elsewhere
-    doubtful = strange or family.NAME in families_of(widths, {}, families)[1]  # names that all match may be another's too
+    doubtful = (
+        strange or family.NAME in families_of(widths, {}, families)[1]
+    )  # names that all match may be another's too
     if doubtful and _strangers(source, widths, family, families):
         raise _other_family(source, widths, family, families, "\n".join(strange[:200]))
 

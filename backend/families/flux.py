@@ -47,6 +47,7 @@ def _signatures() -> tuple[Signature, ...]:
 
 
 SIGNATURES = _signatures()
+WHOLE_CONFIG = {"guidance_embeds": True}
 
 _DOUBLE, _SINGLE = "transformer_blocks.{}.", "single_transformer_blocks.{}."
 _NORM = {"scale": "weight"}

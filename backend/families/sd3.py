@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Part, Rule, Signature, SizeRule
@@ -37,6 +38,8 @@ SIGNATURES = (
         title="Stable Diffusion 3",
     ),
 )
+
+WHOLE_CONFIG = {"dual_attention_layers": [0], "qk_norm": "rms_norm"}
 
 _BLOCK, _JOINT = "transformer_blocks.{}.", "joint_blocks.{}."
 
@@ -91,6 +94,13 @@ def derived_maps(part: str, modules: Iterable[str]) -> tuple[NameMap, ...]:
         swap_halves=True,
     )
     return (NameMap("original, last block", "dit", (rule,)),)
+
+
+def config_from_lora(widths: tuple[tuple[str, int, int], ...]) -> dict:
+    """As many blocks as the width has heads of 64, as in all published models: what a LoRA shows of its model's depth."""
+    inner = re.compile(r"_attn2?_(?:qkv|to_[qkv]|add_[qkv]_proj)$|adaLN_modulation_1$|norm1(?:_context)?_linear$")
+    seen = {width for name, width, _ in widths if width and width % 64 == 0 and inner.search(name)}
+    return {"num_layers": max(seen) // 64} if seen else {}
 
 
 LORA_SIGNS = (

@@ -46,6 +46,7 @@ SIGNATURES = (
     ),
 )
 NAME_MAPS: tuple[NameMap, ...] = ()  # the original's names are worked out from the loaded UNet
+LORA_NAMES = {"comfyui": "ldm", "kohya": "ldm"}
 
 _BLOCKS = r"(?m)^(?:input_blocks|output_blocks|middle_block|down_blocks|up_blocks|mid_block)_"
 _CONTEXT = r"(?m)attn2_to_[kv]$"

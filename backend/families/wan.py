@@ -46,6 +46,7 @@ SIGNATURES = tuple(
     )
     for variant, size, title in (("other", (), "Wan"), *_VARIANTS)
 )
+WHOLE_CONFIG = {"image_dim": 1280, "added_kv_proj_dim": 5120}
 
 
 def _attention(theirs: str, ours: str) -> tuple[Rule, ...]:
