@@ -243,12 +243,26 @@ def _high_water() -> int:
 
 
 def give_back(device: str | torch.device) -> None:
-    """Frees what nothing refers to, on the device and in RAM, so that other programs can have it."""
+    """Frees what nothing refers to, on the device and in RAM, pinned RAM included, so that other programs can have it."""
     gc.collect()
     module = _module(torch.device(device).type)
     if module is not None and hasattr(module, "empty_cache"):
         module.empty_cache()
+    if can_pin(device):
+        torch.accelerator.empty_host_cache()
     _trim()
+
+
+def can_pin(device: str | torch.device) -> bool:
+    """Whether copies to `device` from pinned RAM run beside its computing."""
+    return torch.device(device).type in ("cuda", "xpu")
+
+
+def pinned(device: str | torch.device) -> int:
+    """Bytes of RAM that this process has pinned for copies to `device`, as far as torch counts them."""
+    if torch.device(device).type != "cuda":
+        return 0
+    return torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
 
 
 def _trim() -> None:

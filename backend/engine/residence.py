@@ -12,21 +12,21 @@ from pathlib import Path
 import torch
 
 from backend.engine import load, memory
+from backend.engine.pinned import Pinned
 from backend.engine.states import State
 from backend.engine.stream import Layout, allocate, lay_out, views
 from backend.engine.units import Stored, Unit, convert, stored_layout
 
-PINNED_SHARE = 0.5  # of RAM may be pinned; what is beyond goes through two small pinned buffers
-
 
 class Residence:
-    """Makes `Stored`s for a part that computes on `computing`. `finish` after a run of `bring`s frees what was needed for them only."""
+    """Makes `Stored`s for a part of `nbytes` that computes on `computing`. `finish` after a run of `bring`s frees what was needed for them only."""
 
-    def __init__(self, reader, computing: torch.device):
+    def __init__(self, reader, computing: torch.device, nbytes: int):
         self.reader, self.computing = reader, computing
         self._maps: dict[Path, mmap.mmap] = {}
         self._scratch: torch.Tensor | None = None
-        self._pinned_left = int(memory.ram()[0] * PINNED_SHARE) if computing.type != "cpu" else 0
+        self._nbytes = nbytes
+        self._pinned: Pinned | None = None
 
     def bring(self, unit: Unit, state: State, source: Stored | None) -> Stored | None:
         """The weights of `unit` in `state`, copied from `source` where that holds the same numbers, else from the file; None on disk."""
@@ -44,7 +44,7 @@ class Residence:
     def finish(self) -> None:
         """Drops the scratch buffer and the mappings; views of a mapping keep it alive."""
         self._maps.clear()
-        self._scratch = None
+        self._scratch = self._pinned = None
 
     def _in_ram(self, unit: Unit, state: State, layout: Layout) -> Stored:
         """Views of the file where the dtype is right, and one buffer for the others."""
@@ -83,16 +83,18 @@ class Residence:
         layout = lay_out([(unit.raw.fields[index].dtype, unit.raw.fields[index].shape)])
         if self._scratch is None or self._scratch.numel() < layout.nbytes:
             self._scratch = None
-            self._scratch = allocate(layout.nbytes, torch.device("cpu"), pinned=self.computing.type == "cuda")
+            self._scratch = allocate(layout.nbytes, torch.device("cpu"), pinned=memory.can_pin(self.computing))
         if layout.nbytes:
             self.reader.read_tensors([unit.tensors[index]], layout, self._scratch)
         return views(self._scratch, layout)[0]
 
     def _buffer(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        pinned = device.type == "cpu" and self.computing.type == "cuda" and nbytes <= self._pinned_left
-        if pinned:
-            self._pinned_left -= nbytes
-        return allocate(nbytes, device, pinned=pinned)
+        if device.type == "cpu" and memory.can_pin(self.computing):
+            self._pinned = self._pinned or Pinned(self.computing, self._nbytes)
+            found = self._pinned.take(nbytes)
+            if found is not None:
+                return found
+        return allocate(nbytes, device)
 
     def _map(self, file: Path) -> mmap.mmap:
         if file not in self._maps:
