@@ -162,11 +162,14 @@ def after_step(run: Run, step: int, pace: Pace, *, asked: bool) -> None:
     last = step == pace.total
     by_epoch = not config.output.save_steps and step % pace.per_epoch == 0
     due = by_epoch or (bool(config.output.save_steps) and step % config.output.save_steps == 0)
+    every = config.samples.sample_every
+    draws = (every and step % every == 0) or (not every and due) or last
+    if draws and not asked:  # before saving, as a result carries the newest picture; whoever wants to end is not kept waiting
+        draw_samples(run, step)
     if due or asked or last:
         epoch = step // pace.per_epoch
         save(run, f"epoch-{epoch - 1}" if by_epoch else f"step-{step}", step=step, epoch=epoch, wait=asked or last)
-    every = config.samples.sample_every
-    if (every and step % every == 0) or (not every and due) or last:
+    if draws and asked:
         draw_samples(run, step)
     if run.aside and (step % config.samples.validation_every == 0 or last):
         run.reporter.event("validation", step=step, loss=validation_loss(run))

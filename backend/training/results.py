@@ -13,6 +13,7 @@ from backend.training.adapters import adapter_state
 from backend.training.base import part_digest
 from backend.training.frozen import listed_paths
 from backend.training.run import Run
+from backend.training.thumbnail import thumbnail_of
 
 SAVE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -52,6 +53,9 @@ def result_metadata(run: Run, *, step: int, epoch: int) -> dict[str, str]:
             {name: value for name, value in changed.items() if not _is_private(name)}, ensure_ascii=False
         ),
     }
+    picture = thumbnail_of(run.folder, step)
+    if picture:
+        metadata["modelspec.thumbnail"] = picture
     if run.adapter:
         alpha = {round(value, 6) for value in run.adapter.alphas.values()}
         metadata |= {

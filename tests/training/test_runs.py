@@ -47,6 +47,8 @@ def test_a_lora_run_leaves_results_states_samples_and_events(run_training, event
         "qwen_image", "4", "4.0", "zubi", "20", "balls",
     )  # fmt: skip
     assert json.loads(facts["config"])["num_epochs"] == 2 and len(facts["base_hash"]) == 64
+    assert facts["software"].startswith("Loft ") and facts["base"] and facts["targets"]
+    assert facts["modelspec.thumbnail"].startswith("data:image/jpeg;base64,") and len(facts["modelspec.thumbnail"]) < 30_720
     assert str(tmp_path) not in json.dumps(facts)
 
 
