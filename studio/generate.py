@@ -196,7 +196,7 @@ def view(
         else (choice["picture"], stamp(studio.places.outputs)),
         "thumbs": (choice["picture"], stamp(studio.places.outputs), most),
         "busy": busy(snapshot),
-        "plan": (read_values(request_file(studio.places)), choice["card"], snapshot.state),
+        "plan": (read_values(request_file(studio.places)), choice["card"], snapshot.state, plan_panel.answers(studio)),
     }
     fresh = {name for name, value in now.items() if seen.get(name) != value}
     picture = None

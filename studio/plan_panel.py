@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from backend.catalog import remote
+from backend.catalog.download import is_id
 from backend.catalog.page import WHAT_IF_GIB, Bar, PageEstimate, estimate_for_page
 from backend.catalog.sizes import ModelSizes, sizes_of
 from backend.catalog.spec import ModelSpec
-from backend.host import card
+from backend.host import card, tracing
 from backend.schema.messages import Trouble
 from backend.schema.vram import GIB, Card
 from studio import shelf
@@ -44,19 +48,36 @@ def this_card(studio: Studio) -> Card:
     return card.choose(cards, wish.device)
 
 
-def sizes_of_model(studio: Studio, value: str) -> ModelSizes | str:
-    """Sizes from the headers of the model that a form calls `value`; the name itself for one that is not here."""
-    for spec in shelf.models(studio):
-        if isinstance(spec, ModelSpec) and value in (shelf.model_id(spec, studio), str(spec.path)):
-            return sizes_of(spec, folder=studio.places.user / "memory")
-    return value.rsplit("/", 1)[-1]
+def sizes_of_model(studio: Studio, value: str) -> tuple[ModelSizes, bool]:
+    """Sizes of the model that a form calls `value`, and whether somebody is finding out more: from its files' headers, here or far away,
+    else as published. Raises Trouble for a model of which nothing is known (yet)."""
+    here = shelf.models(studio)
+    spec = next((one for one in here if isinstance(one, ModelSpec) and value in (shelf.model_id(one, studio), str(one.path))), None)
+    far = remote.known(value, studio.families, here=studio.places) if spec is None and is_id(value) else None
+    spec = far if isinstance(far, ModelSpec) else spec
+    if spec is not None:
+        sizes = sizes_of(spec, folder=tracing.folder(studio.places))
+        return sizes, bool(sizes.estimating and tracing.ask(spec, studio.places))
+    asks = far is None and tracing.ask_name(value, studio.places)
+    try:
+        return sizes_of(value.rsplit("/", 1)[-1]), asks
+    except Trouble:
+        if asks:
+            raise Trouble("estimating", f"the sizes of {value} are being read from where it is.") from None
+        raise far or Trouble("not_recognised", f"nothing is known of {value}.") from None
+
+
+def answers(studio: Studio) -> tuple[int, ...]:
+    """Changes when more is known of a model than before."""
+    return tracing.stamp(studio.places)
 
 
 def estimate(studio: Studio, model: str, job: object, *, what_if: str) -> PageEstimate:
     """Raises Trouble for a model of which nothing is known."""
-    sizes = sizes_of_model(studio, model)
+    sizes, asks = sizes_of_model(studio, model)
     wish = studio.preferences()
-    return estimate_for_page(sizes, this_card(studio), job, wish, user=studio.places.user, what_if_card=what_if)
+    found = estimate_for_page(sizes, this_card(studio), job, wish, user=studio.places.user, what_if_card=what_if)
+    return replace(found, estimating=asks)
 
 
 def no_panel(trouble: Trouble) -> str:
@@ -70,13 +91,17 @@ def panel(found: PageEstimate, *, what_if: str, fit: bool = False) -> str:
     low, high = size_words(found.plan.peak_low_bytes), size_words(found.plan.peak_high_bytes)
     need = high if low == high else f"{low} to {high}"
     head = (
-        f'<div class="plan-head"><span class="pill {look}">{words}</span>'
+        f'<div class="plan-head"><span class="pill {look}">{words}</span>{_estimating(found)}'
         f"<span><b>{need}</b> of {size_words(found.card.total_bytes)} on {safe(_card_words(found.card))}{seconds}</span>"
         f"{_fit_button(found, fit)}</div>"
     )
     scale = max([found.card.total_bytes, *(bar.high_bytes + _outside(bar) for bar in found.bars)])
     bars = "".join(_bar(bar, scale, found.card.total_bytes) for bar in found.bars)
     return f'<div class="plan">{head}<div class="plan-bars">{bars}</div>{_legend(found)}{_more(found)}{_cards(what_if)}</div>'
+
+
+def _estimating(found: PageEstimate) -> str:
+    return '<span class="pill">estimating</span>' if found.estimating else ""
 
 
 def _seconds_words(seconds: tuple[float, float]) -> str:
@@ -140,7 +165,9 @@ def _more(found: PageEstimate) -> str:
     if found.plan.disk_bytes:
         lines.append(f"The model's files are {size_words(found.plan.disk_bytes)}.")
     if found.estimating:
-        lines.append("Estimating: the working memory of this model is being measured; the figure will get sharper.")
+        lines.append("Estimating: what this model needs is being found out; the figure will get sharper.")
+    elif found.guessed:
+        lines.append("The working memory of this model could not be traced; that share of the figure is a rough guess.")
     items = "".join(f"<li>{safe(line)}</li>" for line in lines)
     advice = f'<p class="caption">{safe(found.plan.advice)}</p>' if found.plan.advice else ""
     last = f'<p class="caption">{safe(found.last_time)}</p>' if found.last_time else ""

@@ -217,7 +217,7 @@ def view(studio: Studio, tab: Train, choice: dict, seen: dict, use: Use | None =
     if seen.get("runs") != every:
         out[6] = run_view.runs_list(found, shown=run, now=now)
     config = remembered(studio)
-    plan = (config, choice["card"])
+    plan = (config, choice["card"], plan_panel.answers(studio))
     if seen.get("plan") != plan:
         out[7] = plan_of(studio, config, choice["card"])
     return out, watching | {"run": one, "runs": every, "plan": plan}

@@ -114,8 +114,13 @@ def _lacking_shards(names: Iterable[str]) -> bool:
     return any(len(numbers) < count for (_, count, _), numbers in groups.items())
 
 
+def is_id(name: str) -> bool:
+    """Whether `name` looks like a model's id at a hub: owner/name."""
+    return _ID.fullmatch(name) is not None and ".." not in name
+
+
 def _check_words(model_id: str, pattern: str) -> None:
-    if not _ID.fullmatch(model_id) or ".." in model_id:
+    if not is_id(model_id):
         raise Trouble("bad_value", f"{model_id!r} is no model id; one looks like Qwen/Qwen-Image.")
     if not _is_safe(pattern):
         raise Trouble("bad_value", f"The pattern {pattern!r} leads out of the model's folder.")

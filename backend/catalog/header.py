@@ -6,10 +6,13 @@ depth are bounded, and whatever is wrong is said in one sentence (`Trouble("dama
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import struct
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -50,6 +53,19 @@ class Layout:
     metadata: dict[str, str]
     data_start: int
     nbytes: int  # of the whole file
+
+
+_LENGTHS: ContextVar[Mapping[Path, int] | None] = ContextVar("lengths", default=None)
+
+
+@contextlib.contextmanager
+def as_long_as(lengths: Mapping[Path, int]) -> Iterator[None]:
+    """Within it the files `lengths` count as so many bytes long. Of a file far away only the header is here, and it is read as the whole."""
+    token = _LENGTHS.set(lengths)
+    try:
+        yield
+    finally:
+        _LENGTHS.reset(token)
 
 
 def read_header(path: str | os.PathLike) -> Header:
@@ -113,7 +129,7 @@ def _first_bytes(path: Path, count: int) -> bytes:
 def _header_text(path: Path) -> tuple[bytes, int]:
     try:
         with path.open("rb", buffering=0) as file:
-            nbytes = os.fstat(file.fileno()).st_size
+            nbytes = (_LENGTHS.get() or {}).get(path, os.fstat(file.fileno()).st_size)
             start = file.read(8)
             if len(start) < 8:
                 raise damaged(path, f"is no safetensors file: it has only {nbytes} bytes.")

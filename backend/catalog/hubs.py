@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 MARKS = ".loft_incomplete"  # a folder in a model's folder, for what is still on its way
+SECONDS = 15.0  # that a server may be silent
 OnDone = Callable[[int], None] | None  # bytes so far
 
 
@@ -77,6 +78,47 @@ def _fetch_huggingface(model_id: str, root: Path, names: list[str], tell: OnDone
         partial.replace(root / name)
 
 
+def _read_modelscope(model_id: str, name: str, start: int, stop: int) -> bytes:
+    import requests
+    from modelscope.hub.api import HubApi, ModelScopeConfig
+    from modelscope.hub.file_download import get_file_download_url
+
+    url = get_file_download_url(model_id, name, "master", HubApi().endpoint)
+    cookies = ModelScopeConfig.get_cookies()
+    with requests.get(url, headers=_range(start, stop), cookies=cookies, stream=True, timeout=SECONDS) as answer:
+        answer.raise_for_status()
+        return _first(answer.iter_content(2**16), stop - start, partial=answer.status_code == 206 or start == 0)
+
+
+def _read_huggingface(model_id: str, name: str, start: int, stop: int) -> bytes:
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, get_session
+
+    headers = {**build_hf_headers(), **_range(start, stop)}
+    url = hf_hub_url(model_id, name)
+    with get_session().stream("GET", url, headers=headers, timeout=SECONDS, follow_redirects=True) as answer:
+        answer.raise_for_status()
+        return _first(answer.iter_bytes(2**16), stop - start, partial=answer.status_code == 206 or start == 0)
+
+
+def _range(start: int, stop: int) -> dict[str, str]:
+    return {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+
+
+def _first(pieces: Iterable[bytes], count: int, *, partial: bool) -> bytes:
+    """The first `count` bytes; the rest of an answer that is longer than was asked is not waited for."""
+    if not partial:
+        raise OSError("the server does not answer requests for a part of a file")
+    found = bytearray()
+    for piece in pieces:
+        found += piece
+        if len(found) >= count:
+            break
+    return bytes(found[:count])
+
+
+# source -> how to read bytes start..stop of a model's file without the rest
+READERS = {"modelscope": _read_modelscope, "huggingface": _read_huggingface}
 # source -> (what a model has: {name: bytes}, how to bring some of it)
 CLIENTS = {
     "modelscope": (_list_modelscope, _fetch_modelscope),

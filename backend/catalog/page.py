@@ -38,7 +38,8 @@ class PageEstimate:
     headline: str  # "Needs 7.9-8.4 of 12.0 GiB: fits, streaming the transformer."
     sentences: tuple[str, ...]  # of the plan, for behind the fold
     last_time: str = ""  # "Last time: predicted 9.8 GiB, measured 9.6 GiB."
-    estimating: bool = False  # a part's working memory is a rough guess until the tracing helper has answered
+    estimating: bool = False  # somebody is finding out more
+    guessed: bool = False  # a part's working memory is known by no table
 
 
 def estimate_for_page(
@@ -63,6 +64,7 @@ def estimate_for_page(
         sentences=tuple(_priced(step) for step in found.steps),
         last_time=_last_time(user, card, sizes),
         estimating=bool(sizes.estimating),
+        guessed=bool(sizes.estimating),
     )
 
 

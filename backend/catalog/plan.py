@@ -15,7 +15,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from backend.catalog import learnt, options, sentences, training
+from backend.catalog import download, learnt, options, sentences, training
 from backend.catalog.estimate import CPU_FIXED, DENOISERS, Fixed, Layout, PartLayout, Work, on_card, point_of
 from backend.catalog.options import FP8, Option, Terms
 from backend.catalog.sizes import ModelSizes, sizes_of, spread
@@ -23,6 +23,7 @@ from backend.catalog.spec import ModelSpec
 from backend.catalog.speed import Speed, speed_of, what_if
 from backend.catalog.work import work_of_defaults, work_of_request, work_of_training
 from backend.schema import knobs
+from backend.schema.messages import Trouble
 from backend.schema.preferences import Preferences
 from backend.schema.request import GenerationRequest
 from backend.schema.training import TrainingConfig
@@ -244,7 +245,6 @@ def plan_here(spec, card: Card, job, preferences: Preferences | None, *, user: P
 def main(argv: list[str] | None = None) -> None:
     """`python -m backend.catalog.plan MODEL [--card 12GiB | --card rtx3060 | --cards 8GiB,12GiB] [--train ...]`."""
     from backend.catalog import report
-    from backend.schema.messages import Trouble
 
     parser = _parser()
     said = parser.parse_args(argv)
@@ -283,11 +283,16 @@ def _job(said: argparse.Namespace, sizes: ModelSizes):
 
 
 def _model(name: str) -> ModelSpec | str:
-    """A folder or file is identified, which takes the families; anything else is a published name."""
-    if not Path(name).exists():
-        return name
+    """A folder or file is identified, which takes the families; of an id the headers are read where its files are; else a published name."""
     families = importlib.import_module("backend.families").FAMILIES
-    return importlib.import_module("backend.catalog.identify").identify_model(Path(name), families)
+    if Path(name).exists():
+        return importlib.import_module("backend.catalog.identify").identify_model(Path(name), families)
+    if download.is_id(name) and not download.is_offline():
+        try:
+            return importlib.import_module("backend.catalog.remote").look(name, families)
+        except Trouble as trouble:
+            print(f"{trouble.message} What is published is taken.", file=sys.stderr)
+    return name
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
-from backend.host import runs, worker
+from backend.host import runs, tracing, worker
 from backend.host.claim import holder
 from backend.host.processes import SUPERVISED
 from backend.schema.places import Places
@@ -53,8 +53,9 @@ class Ending:
 
 
 def end_all(engine, places: Places, ending: Ending) -> None:
-    """Ends the worker and every run that a page started; says so on stdout where there is something to wait for."""
+    """Ends the worker, the helpers and every run that a page started; says so on stdout where there is something to wait for."""
     engine.stop()
+    tracing.end(places)
     live = [run for run in runs.live_runs(places) if run.live]
     if live:
         print(
@@ -73,6 +74,7 @@ def sweep(places: Places) -> None:
     if holder(places):
         return
     worker.end_left_behind(places)
+    tracing.end(places)
     runs.stop_all(places, grace_seconds=0)
 
 

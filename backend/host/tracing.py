@@ -1,6 +1,8 @@
-"""The helper that traces networks which no shipped table covers: questions and answers are files in `user/memory`.
+"""Helpers that find out what an estimate lacks. Questions and answers are files; nothing here waits.
 
-It runs without a card in sight, stays warm for ten minutes after its last answer, and is started again by the next question.
+The tracer answers for networks which no shipped table covers (`user/memory`): it runs without a card in sight, stays warm for ten minutes
+after its last answer, and is started again by the next question. For a model that is only a name another helper reads the headers of its
+files where they are (`cache/headers`).
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import json
 import sys
 from pathlib import Path
 
+from backend.catalog import download, remote
 from backend.catalog.sizes import sizes_of
 from backend.catalog.spec import ModelSpec
 from backend.host import processes
@@ -16,6 +19,7 @@ from backend.host.files import write_text
 from backend.schema.places import PROJECT, Places
 
 FOLDER = "memory"
+TRACER, READER = "process", "reader"  # notes of which processes they are
 
 
 def folder(places: Places) -> Path:
@@ -37,7 +41,8 @@ def ask(spec: ModelSpec, places: Places) -> tuple[str, ...]:
         if (home / f"{word}.json").exists():
             continue
         home.mkdir(parents=True, exist_ok=True)
-        write_text(home / f"{word}.ask", json.dumps({"network": part.network, "config": part.config}))
+        if not (home / f"{word}.ask").exists():
+            write_text(home / f"{word}.ask", json.dumps({"network": part.network, "config": part.config}))
         asked.append(name)
     if asked:
         _ensure(places)
@@ -53,25 +58,46 @@ def _digest(config: dict) -> str:
 def _ensure(places: Places) -> processes.Process:
     """The helper that lives, or a new one."""
     home = folder(places)
-    note = home / "process"
-    try:
-        pid, created = json.loads(note.read_text(encoding="utf-8"))
-        known = processes.Process(pid, created)
-        if processes.alive(known):
-            return known
-    except (OSError, ValueError):
-        pass
-    argv = [sys.executable, "-m", "backend.engine.answers", str(home)]
+    return _alive(home / TRACER) or _start(["-m", "backend.engine.answers", str(home)], home / TRACER, places)
+
+
+def ask_name(model_id: str, places: Places) -> bool:
+    """Sees to it that somebody reads the headers of the model `model_id`, one name after the other. False where that may not be: offline,
+    or no id."""
+    if not download.is_id(model_id) or download.is_offline():
+        return False
+    home = folder(places)
+    home.mkdir(parents=True, exist_ok=True)
+    if _alive(home / READER) is None:
+        _start(["-m", "backend.catalog.remote", model_id], home / READER, places)
+    return True
+
+
+def _start(argv: list[str], note: Path, places: Places) -> processes.Process:
     env = processes.child_environment(places.root, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
-    started = processes.start(argv, log=home / "log.txt", cwd=PROJECT, env=env)
+    started = processes.start([sys.executable, *argv], log=note.with_suffix(".log"), cwd=PROJECT, env=env)
     write_text(note, json.dumps([started.pid, started.created]))
     return started
 
 
-def end(places: Places) -> None:
-    """Ends the helper, if it lives."""
+def _alive(note: Path) -> processes.Process | None:
+    """The process that `note` names, if it lives."""
     try:
-        pid, created = json.loads((folder(places) / "process").read_text(encoding="utf-8"))
+        pid, created = json.loads(note.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return
-    processes.end_tree(processes.Process(pid, created))
+        return None
+    known = processes.Process(pid, created)
+    return known if processes.alive(known) else None
+
+
+def end(places: Places) -> None:
+    """Ends the helpers that live."""
+    for name in (TRACER, READER):
+        found = _alive(folder(places) / name)
+        if found is not None:
+            processes.end_tree(found)
+
+
+def stamp(places: Places) -> tuple[int, ...]:
+    """Changes when an answer has come."""
+    return tuple(home.stat().st_mtime_ns if home.is_dir() else 0 for home in (folder(places), remote.folder(places)))

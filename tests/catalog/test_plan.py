@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import subprocess
 import sys
@@ -252,7 +253,8 @@ def test_the_command(argv, words):
 
 def test_the_command_refuses_in_a_sentence():
     wrong = [sys.executable, "-m", "backend.catalog.plan", "Nobody/Nothing"]
-    found = subprocess.run(wrong, cwd=PROJECT, timeout=120, capture_output=True, text=True)
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    found = subprocess.run(wrong, cwd=PROJECT, timeout=120, capture_output=True, text=True, env=offline)
     assert found.returncode == 2 and "No sizes are known" in found.stderr and "Traceback" not in found.stderr
 
 

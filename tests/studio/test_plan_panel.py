@@ -56,7 +56,8 @@ def test_a_training_run_is_planned_with_its_optimizer(studio):
     assert "Train a step" in html and "LoRA and optimizer" in html
 
 
-def test_a_model_of_which_nothing_is_known_is_no_crash(studio):
+def test_a_model_of_which_nothing_is_known_is_no_crash(studio, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(Trouble):
         plan_panel.estimate(studio, "nobody/nothing", GenerationRequest(), what_if="")
     assert "No estimate" in generate.plan_of(studio, GenerationRequest(model="nobody/nothing"), "")
