@@ -148,14 +148,16 @@ def _train(config: TrainingConfig, folder: Path, reporter) -> str:
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
     from backend.schema.knobs import to_values
+    from backend.training import shards
     from backend.training.loop import pace_of, train
     from backend.training.preflight import preflight
     from backend.training.reporter import add_boards
     from backend.training.setup import set_up
 
+    spread = shards.take_over()
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),  # said outright, for several processes on a CPU find each other only so
-        mixed_precision=config.training.mixed_precision,
+        mixed_precision="no" if spread else config.training.mixed_precision,
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=config.training.find_unused_parameters)],
     )
     assert accelerator.num_processes == int(os.environ.get("WORLD_SIZE", "1")), (

@@ -52,13 +52,18 @@ class Learner(torch.nn.Module):
         self.parts = torch.nn.ModuleDict(parts)
         self.family, self.tokenizer, self.dtype = family, tokenizer, dtype
         self.lean = False  # the adapters compute in `dtype` by themselves
+        self.casts = False  # casting is left to this module, not to what wraps it
 
     def named_parts(self) -> dict:
         return {**self.parts, "tokenizer": self.tokenizer}
 
     def _casting(self, device: torch.device):
         """With lean adapters the network computes as when a picture is drawn; other weights that train are float32 and need autocast."""
-        return torch.autocast(device.type, enabled=False) if self.lean else contextlib.nullcontext()
+        return torch.autocast(device.type, enabled=False) if self.lean else self._own_casting(device)
+
+    def _own_casting(self, device: torch.device):
+        wanted = self.casts and self.dtype != torch.float32
+        return torch.autocast(device.type, dtype=self.dtype) if wanted else contextlib.nullcontext()
 
     def condition(self, material: Material):
         device = material.latents.device
@@ -71,7 +76,8 @@ class Learner(torch.nn.Module):
         return self.family.collate(encodings, device=device)
 
     def forward(self, material: Material, loss) -> tuple[torch.Tensor, torch.Tensor]:
-        condition = self.condition(material)
+        with self._own_casting(material.latents.device):
+            condition = self.condition(material)
         if material.levels is not None:
             each = errors(self._drawn(material, condition), material.latents, material.mask)
             return (each * material.weights).sum(), each.detach()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from backend.schema.messages import Trouble
+from backend.training import shards
 from backend.training.batches import Batch, epoch_batches, of_step, steps_of_epoch
 from backend.training.checkpoint import clear_leftovers
 from backend.training.optimizers import rate_factor, set_rates
@@ -133,7 +135,7 @@ def one_step(run: Run, groups: list[list[Batch]]) -> float | None:
             accelerator.backward(loss)
         errors += each.sum()
     norm = accelerator.clip_grad_norm_(list(run.weights.values()), run.config.training.max_grad_norm or float("inf"))
-    good = bool(torch.isfinite(torch.as_tensor(float(norm))))
+    good = math.isfinite(shards.number(norm))
     if run.beside:
         run.beside.step(run.optimizers, good=good)
     elif good or accelerator.scaler is not None:  # a scaler skips the step itself, and lowers its scale

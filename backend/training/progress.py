@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from backend.schema.messages import Trouble
+from backend.training import shards
 from backend.training.adapters import ADAPTER
 from backend.training.batches import Batch
 from backend.training.captions import lines_of
@@ -20,7 +21,7 @@ VALIDATION_LEVELS = (0.2, 0.5, 0.8, 0.95)  # noise levels; the noise of each pic
 def draw_samples(run: Run, step: int) -> None:
     """Draws the sample prompts by the first process, with the running mean's weights where there is one."""
     prompts = lines_of(run.config.samples.sample_prompts)
-    if prompts and run.first:
+    if prompts and (run.first or shards.asked()):  # weights that are spread are put together by all
         run.reporter.phase("sampling")
         if run.mean:
             run.mean.swap()
@@ -96,6 +97,8 @@ def _draw_one(run: Run, step: int, number: int, prompt: str, strength: float, na
         family, parts, run.base.spec.scheduler, towards, away, seed=seed, steps=section.sample_inference_steps,
         guidance=section.sample_guidance, size=size, dtype=run.dtype,
     )  # fmt: skip
+    if not run.first:
+        return
     path = run.folder / "samples" / f"step-{step:06d}" / name
     settings = {"prompt": prompt, "seed": seed, "step": step, "strength": strength, "run": run.config.output.name}
     save_sample(family, parts, latents, path, settings)

@@ -9,6 +9,7 @@ import torch
 
 from backend import __version__
 from backend.schema.knobs import to_values
+from backend.training import shards
 from backend.training.adapters import adapter_state
 from backend.training.base import part_digest
 from backend.training.frozen import listed_paths
@@ -25,9 +26,9 @@ def result_tensors(run: Run) -> dict[str, torch.Tensor]:
     state = {}
     if run.adapter:
         own = {name: weight for name, weight in run.weights.items() if name.startswith(f"{adapted}.")}
-        state.update(adapter_state(run.adapter, own, dtype=dtype))
+        state.update(adapter_state(run.adapter, shards.whole(own), dtype=dtype))
     for part in run.trained:
-        for name, tensor in run.learner.parts[part].state_dict().items():
+        for name, tensor in shards.whole(dict(run.learner.parts[part].state_dict())).items():
             kind = dtype if tensor.is_floating_point() else tensor.dtype
             state[f"pipe.{part}.{name}"] = tensor.detach().to(device="cpu", dtype=kind).contiguous()
     prefix = run.config.output.remove_prefix_in_ckpt

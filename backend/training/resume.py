@@ -8,6 +8,7 @@ import torch
 
 from backend.schema.knobs import to_values
 from backend.schema.messages import Trouble
+from backend.training import shards
 from backend.training.checkpoint import list_states, load_state, set_random_state
 
 _FREE = frozenset(
@@ -51,20 +52,21 @@ def _take(run, state) -> None:
                 "bad_value", f"The saved state has no {name} of this run's size: it was made with other settings.",
                 hint="Resume with the settings it was made with, or begin anew.",
             )  # fmt: skip
-        weight.copy_(state.weights[name])
+        shards.fill(weight, state.weights[name])
     if len(state.optimizers) != len(run.optimizers):
         raise Trouble(
             "bad_value", "The saved state was made with another optimizer.", hint="Use the same, or begin anew."
         )
     for optimizer, saved in zip(run.optimizers, state.optimizers, strict=True):
         rates = [group["initial_lr"] for group in optimizer.param_groups]
-        optimizer.load_state_dict(saved)
+        optimizer.load_state_dict(shards.spread_state(saved, optimizer))
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["initial_lr"] = rate  # the setting rules, not the state
     if run.beside:
         run.beside.refresh()
     if run.mean and state.mean:
-        run.mean.values = {name: state.mean[name].to(run.device) for name in run.mean.values}
+        for name, values in run.mean.values.items():
+            shards.fill(values, state.mean[name])
     if run.accelerator.scaler and state.scaler:
         run.accelerator.scaler.load_state_dict(state.scaler)
     rank = run.accelerator.process_index

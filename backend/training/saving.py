@@ -7,6 +7,7 @@ from pathlib import Path
 
 from backend.schema.knobs import to_values
 from backend.schema.messages import Trouble
+from backend.training import shards
 from backend.training.checkpoint import State, list_states, prune_states, random_state, save_result, save_state
 from backend.training.results import result_metadata, result_tensors
 from backend.training.run import Run, gather
@@ -21,18 +22,27 @@ def save(run: Run, name: str, *, step: int, epoch: int, wait: bool) -> None:
     """
     run.reporter.phase("saving")
     states = gather(run.accelerator, random_state())
+    spread = _spread(run, step, states) if shards.asked() else None
     if run.first:
         run.writer.finish()
-        state = _state(run, step, states)
+        state = spread[0] if spread else _state(run, step, states)
         apart = not wait and fits_beside(nbytes([state.weights, state.optimizers, state.mean]) * 2)
-        result = _result(run, apart=apart)
-        state = copied_state(state) if apart else state
+        result = spread[1] if spread else _result(run, apart=apart)
+        state = copied_state(state) if apart and not spread else state
         run.writer.start(lambda: _write(run, name, result, state, epoch=epoch))
         if not apart:
             run.writer.finish()
     if wait:
         run.accelerator.wait_for_everyone()
     run.reporter.phase("training", 1, 1)
+
+
+def _spread(run: Run, step: int, states: list[dict]) -> tuple[State, dict]:
+    """State and result put together from all processes, in RAM."""
+    state = _state(run, step, states)
+    for name in ("weights", "optimizers", "mean"):
+        setattr(state, name, shards.whole(getattr(state, name)))
+    return state, _result(run, apart=False)
 
 
 def _state(run: Run, step: int, states: list[dict]) -> State:

@@ -12,7 +12,7 @@ from backend.catalog.spec import PartSpec
 from backend.engine.lora import Adapters
 from backend.schema.messages import Trouble
 from backend.schema.vram import VramConfig
-from backend.training import stored
+from backend.training import shards, stored
 from backend.training.adapters import Adapter, add_adapter, load_adapter
 from backend.training.attention import plain_on_cpu
 from backend.training.base import DTYPES, Base, find_base, load_parts, tokenizer_folder
@@ -69,16 +69,22 @@ def set_up(config, folder: Path, output: Path, accelerator, reporter: Reporter, 
     source = make_source(config, load, accelerator, reporter, index=index)
     reporter.phase("loading", 1, 2)
     learner, adapter = make_learner(config, load, source)
+    if shards.asked():
+        learner.casts = True
+        shards.spread(learner, accelerator)
     weights = named_trainable(learner)
     beside = Beside(weights) if config.memory.enable_optimizer_cpu_offload else None
     optimizers = make_optimizers(beside.copies if beside else weights, config.training)
     if config.training.mixed_precision == "fp16" and (len(optimizers) > 1 or beside):
         what = "An optimizer on the CPU" if beside else "Muon"
         raise Trouble("bad_value", f"{what} does not train in fp16.", hint="Use --mixed_precision bf16.")
-    if accelerator.num_processes > 1:
+    if accelerator.num_processes > 1 and not shards.asked():
         learner._ddp_params_and_buffers_to_ignore = _without_gradient(learner, source, config, accelerator)
     placing = [False] * (1 + len(optimizers))  # all are where they belong
-    model, *optimizers = accelerator.prepare(learner, *optimizers, device_placement=placing)
+    if shards.asked():
+        model, optimizers = learner, [accelerator.prepare_optimizer(one, device_placement=False) for one in optimizers]
+    else:
+        model, *optimizers = accelerator.prepare(learner, *optimizers, device_placement=placing)
     return Run(
         config=config, folder=folder, output=output, accelerator=accelerator, reporter=reporter, base=load.base, source=source,
         aside=split_off(source, config.samples.validation_split, seed=config.training.seed), learner=learner, model=model,
@@ -108,6 +114,7 @@ def make_loader(config, accelerator) -> Loader:
         raise Trouble(
             "bad_value", f"DoRA needs the weights of {part} in full, not in FP8, quantised or offloaded.", hint="Use lora."
         )
+    shards.check(config, kept=kept, quantised=quantised)
     split = config.memory.cpu_offload_split_threshold
     return Loader(
         base=base, trained=trained, kept=kept, quantised=quantised, split_bytes=None if split is None else split * 2**20,

@@ -37,7 +37,7 @@ def launch(data):
 
     def start(argv: list[str]) -> psutil.Popen:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        if "backend.training" in argv:  # by name; a script finds its project by itself
+        if "backend.training" in argv or "tests.training.several" in argv:  # by name; a script finds its project by itself
             environment["PYTHONPATH"] = str(PROJECT)
         log = (data.root / f"log-{len(children)}.txt").open("wb")
         children.append(psutil.Popen(argv, cwd=data.root, env=environment, stdout=log, stderr=subprocess.STDOUT))
@@ -128,68 +128,51 @@ def test_the_script_by_its_path_works_on_the_working_folder_and_its_result_is_ta
     assert (data.root / "cache" / "encodings").is_dir()
 
 
-def test_two_processes_train_as_one_with_twice_the_turns(launch, data, tiny_qwen: Path, pictures: Path):
-    flags = ["--model", str(tiny_qwen), "--dataset_base_path", str(pictures), "--max_pixels", "4096", "--max_steps", "4",
-             "--trainable_models", "dit,text_encoder", "--customized_optimizer", "muon", "--mixed_precision", "no",
-             "--learning_rate", "1e-3", "--save_dtype", "float32"]  # fmt: skip
-    two, one = data.root / "two", data.root / "one"
-    several = [
-        "--multi_gpu",
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "1",
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-    ]
-    child = launch([*LAUNCH, *several, "-m", "backend.training", *flags, "--output_path", str(two)])
-    assert child.wait(600) == 0, log(data)
-    child = launch(
-        [
-            sys.executable,
-            "-m",
-            "backend.training",
-            *flags,
-            "--output_path",
-            str(one),
-            "--gradient_accumulation_steps",
-            "2",
-        ]
-    )
-    assert child.wait(600) == 0, log(data, 1)
-    losses = [
-        [
-            json.loads(line)["loss"]
-            for line in (run / "events.jsonl").read_text().splitlines()
-            if '"event": "step"' in line
-        ]
-        for run in (two, one)
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-    first, second = (load_file(next(run.glob("*.safetensors"))) for run in (two, one))
-    assert all(torch.allclose(first[name], second[name], rtol=1e-3, atol=1e-5) for name in first)
+WHOLE = ("--trainable_models", "dit,text_encoder", "--customized_optimizer", "muon")
+SPREAD = ("--trainable_models", "dit", "--use_gradient_checkpointing", "--ema_decay", "0.9", "--gradient_accumulation_steps", "2")
+LAST = Path("checkpoints/step-000004/weights.safetensors")
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
 
 
-def test_a_failing_process_ends_all_and_says_why_once(launch, data, tiny_qwen: Path, tmp_path: Path):
-    (tmp_path / "empty").mkdir()
-    several = [
-        "--multi_gpu",
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "1",
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-    ]
-    child = launch([*LAUNCH, *several, "-m", "backend.training", "--model", str(tiny_qwen), "--dataset_base_path",
-                    str(tmp_path / "empty"), "--output_path", str(data.root / "run")])  # fmt: skip
-    assert child.wait(300) != 0
-    said = [json.loads(line) for line in (data.root / "run" / "events.jsonl").read_text().splitlines()]
-    assert [event["kind"] for event in said if event["event"] == "trouble"] == ["empty_dataset"]
+def test_two_processes_train_as_one_with_twice_the_turns(launch, data, tiny_qwen: Path, pictures: Path, run_training, tmp_path):
+    """Whole weights, a LoRA beside offloaded ones, weights spread by FSDP; and the first cause of a failure is said once."""
+    shared = ["--model", str(tiny_qwen), "--dataset_base_path", str(pictures), "--max_pixels", "4096", "--max_steps", "4", "--lora_rank", "4",
+              "--mixed_precision", "no", "--learning_rate", "1e-3", "--save_dtype", "float32"]  # fmt: skip
+    runs = {
+        "whole": {"flags": WHOLE},
+        "offloaded": {"flags": ["--enable_model_cpu_offload"]},
+        "spread": {"flags": (*SPREAD, "--save_steps", "2"), "environment": FSDP},
+        "resumed": {"flags": (*SPREAD, "--resume_from_checkpoint", str(data.root / "spread/checkpoints/step-000002")), "environment": FSDP},
+        "failing": {"flags": ["--dataset_base_path", str(tmp_path)]},
+    }
+    for name, run in runs.items():
+        run["flags"] = [*shared, *run["flags"], "--output_path", str(data.root / name)]
+    (data.root / "runs.json").write_text(json.dumps(list(runs.values())))
+    several = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    child = launch([*LAUNCH, *several, "-m", "tests.training.several", str(data.root / "runs.json")])
+    assert child.wait(600) != 0
+    said = [json.loads(line) for line in (data.root / "failing" / "events.jsonl").read_text().splitlines()]
+    assert [event["kind"] for event in said if event["event"] == "trouble"] == ["empty_dataset"], log(data)
+
+    for name, flags, turns in (("whole", WHOLE, 2), ("offloaded", (), 2), ("spread", SPREAD, 4)):
+        one, two = data.root / f"one-{name}", data.root / name
+        assert run_training.as_typed([*shared, *flags, "--gradient_accumulation_steps", str(turns), "--output_path", str(one)]) == 0
+        assert losses(two) == pytest.approx(losses(one), rel=1e-4), name
+        results = [load_file(max(run.glob("*.safetensors"))) for run in (two, one)]
+        assert shapes(results[0]) == shapes(results[1]), name
+        first, second = (load_file(run / LAST) for run in (two, one))
+        assert all(torch.allclose(first[key], second[key], rtol=1e-3, atol=1e-5) for key in first), name
+    whole, resumed = (load_file(data.root / run / LAST) for run in ("spread", "resumed"))
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+
+
+def shapes(tensors: dict) -> dict:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+
+def losses(run: Path) -> list[float]:
+    said = [json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [event["loss"] for event in said if event["event"] == "step"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM to catch")

@@ -61,6 +61,7 @@ def typed(folder: Path, run_training):
     def run(command: str) -> Path:
         argv = shlex.split(command)
         out = Path(argv[argv.index("--output_path") + 1])
+        shutil.rmtree(out, ignore_errors=True)
         stopper = threading.Thread(target=_stop_after, args=(out, 2), daemon=True)
         stopper.start()
         assert run_training.as_typed(argv) == 0
