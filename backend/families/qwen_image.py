@@ -77,6 +77,7 @@ BLOCK_STREAMS = ("transformer_blocks", ("encoder_hidden_states", "hidden_states"
 NOT_DRAWN = ("layered",)  # variants that need more than a prompt
 SIZES = SizeRule(multiple=16, pixels=1328 * 1328)
 
+TILES = (32, 24)  # latent cells a side of a tile, and from one to the next, as in diffusers
 MAX_TOKENS = 512  # text tokens that condition a picture, as in diffusers' call
 _TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
@@ -227,15 +228,36 @@ def encode_image(parts: dict, pixels, *, generator=None):
     return ((mean - shift) * (1.0 / scale)).squeeze(2)
 
 
-def decode(parts: dict, latents, *, tiled: bool = False):
-    """Pixels (B, 3, H, W) in [-1, 1] of normalised latents (B, C, h, w). `tiled`: in 256-pixel tiles, for less memory."""
+def decode(parts: dict, latents, *, tiled: bool | tuple[int, int] = False):
+    """Pixels (B, 3, H, W) in [-1, 1] of normalised latents (B, C, h, w). `tiled`: in pieces, for less memory; of 32 cells, 24 apart, or
+    of the two numbers given."""
     vae = parts["vae"]
     z = latents.unsqueeze(2)
     shift, scale = _statistics(vae, z)
     z = z / (1.0 / scale) + shift
-    if tiled and max(z.shape[-2:]) * 8 > vae.tile_sample_min_height:
-        return vae.tiled_decode(z).sample.squeeze(2).clamp(-1, 1)
+    size, stride = tiled if isinstance(tiled, tuple) else TILES
+    if tiled and max(z.shape[-2:]) > size:
+        return _decode_tiles(vae, z, size, stride).squeeze(2).clamp(-1, 1)
     return vae.decoder(vae.post_quant_conv(z)).squeeze(2).clamp(-1, 1)
+
+
+def _decode_tiles(vae, z, size: int, stride: int):
+    """As AutoencoderKLQwenImage.tiled_decode cuts and blends, but one row of tiles at a time, and nothing is kept for a next frame."""
+    import torch
+
+    step, overlap = stride * 8, (size - stride) * 8
+    above, rows = [], []
+    for top in range(0, z.shape[-2], stride):
+        places = range(0, z.shape[-1], stride)
+        row = [vae.decoder(vae.post_quant_conv(z[..., top : top + size, left : left + size])) for left in places]
+        for index, tile in enumerate(row):
+            if above:
+                vae.blend_v(above[index], tile, overlap)
+            if index:
+                vae.blend_h(row[index - 1], tile, overlap)
+        rows.append(torch.cat([tile[..., :step, :step] for tile in row], dim=-1))
+        above = [tile[..., -overlap:, :].clone() for tile in row] if overlap else []
+    return torch.cat(rows, dim=-2)[..., : z.shape[-2] * 8, : z.shape[-1] * 8]
 
 
 def _encode_moments(vae, frames):

@@ -126,6 +126,20 @@ def test_a_single_frame_through_flat_convolutions_equals_the_video_path(tiny_qwe
         torch.testing.assert_close(qwen_image.encode_image(pipeline.parts, other), mean[:, :, 0], rtol=1e-4, atol=1e-4)
 
 
+def test_without_a_feature_cache_the_numbers_are_those_of_diffusers_bit_for_bit(tiny_qwen):
+    vae = theirs(QwenImagePipeline, tiny_qwen).vae
+    latents = torch.randn(1, 16, 42, 36, generator=torch.Generator().manual_seed(0))
+    shift, scale = qwen_image._statistics(vae, latents.unsqueeze(2))
+    z = latents.unsqueeze(2) / (1.0 / scale) + shift
+    with torch.no_grad():
+        whole = vae.decode(z[..., :9, :7]).sample[:, :, 0]
+        assert torch.equal(qwen_image.decode({"vae": vae}, latents[..., :9, :7]), whole)
+        mean = (vae.encode(whole.unsqueeze(2)).latent_dist.mode() - shift) * (1.0 / scale)
+        assert torch.equal(qwen_image.encode_image({"vae": vae}, whole), mean[:, :, 0])
+        tiles = vae.tiled_decode(z).sample[:, :, 0].clamp(-1, 1)
+        assert torch.equal(qwen_image.decode({"vae": vae}, latents, tiled=True), tiles)
+
+
 def test_tiles_give_nearly_the_whole_picture():
     pipeline = loft(STARTER)
     latents = torch.randn(1, 16, 8, 8, generator=torch.Generator().manual_seed(0))
