@@ -17,6 +17,7 @@ MIB = 2**20
 POOL = {"least": 1.2, "native": 1.6, "expandable": 1.25}
 DENOISERS, DECODERS = ("dit", "dit2"), ("vae",)
 STAGING_BUFFERS = 2
+FP8 = "float8_e4m3fn"
 TRAINING_RUNGS = frozenset((
     "use_gradient_checkpointing", "use_gradient_checkpointing_offload", "customized_optimizer", "fp8_models",
     "enable_model_cpu_offload", "enable_optimizer_cpu_offload",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend.catalog import estimate
-from backend.catalog.estimate import DENOISERS, Fixed, PartLayout, Work, on_card, point_of
-from backend.catalog.options import FP8
+from backend.catalog.estimate import DENOISERS, FP8, Fixed, PartLayout, Work, on_card, point_of
 from backend.catalog.sizes import ModelSizes
 from backend.schema.vram import DISK, VramPlan
 

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from backend.catalog import estimate
-from backend.catalog.estimate import DENOISERS, Fixed, Layout, PartLayout, Work
+from backend.catalog.estimate import DENOISERS, FP8, Fixed, Layout, PartLayout, Work
 from backend.catalog.sizes import ModelSizes, PartSizes
 from backend.catalog.speed import Speed
 from backend.schema.vram import PhasePlan
-
-FP8 = "float8_e4m3fn"
 
 
 @dataclass(frozen=True)

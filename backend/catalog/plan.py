@@ -60,7 +60,7 @@ def plan(
     terms = _terms(sizes, work, card, preferences, speed or speed_of(card), fixed or fixed_of(card))
     groups = training.groups(terms, own) if work.targets else generation_groups(terms)
     best, fits, verdict = _choose(groups, terms, card)
-    return _emit(best, terms, card, fits, verdict, groups)
+    return _emit(best, terms, card, fits, verdict, groups, own)
 
 
 def fixed_of(card: Card) -> Fixed:
@@ -155,7 +155,7 @@ def _worth_having(found: list[Option]) -> list[Option]:
     ]  # fmt: skip
 
 
-def _emit(chosen: tuple[Option, ...], terms: Terms, card: Card, fits: bool, verdict: str, groups) -> VramPlan:
+def _emit(chosen: tuple[Option, ...], terms: Terms, card: Card, fits: bool, verdict: str, groups, own: Layout) -> VramPlan:
     layout = merged(chosen)
     phases = sorted((phase for option in chosen for phase in option.phases), key=lambda phase: ORDER.index(phase.name))
     ram = sum(option.off_card_bytes for option in chosen) + terms.fixed.ram_bytes
@@ -177,7 +177,7 @@ def _emit(chosen: tuple[Option, ...], terms: Terms, card: Card, fits: bool, verd
         tiled_vae=layout.tiled,
         halves_apart=layout.halves_apart,
         steps=sentences.steps(chosen, terms, groups),
-        settings=training.settings(layout, terms) if terms.work.targets else {},
+        settings=training.settings(layout, terms, own) if terms.work.targets else {},
         advice="" if fits and verdict == "green" else sentences.advice(chosen, terms, card),
         peak_live_bytes=max((phase.live_bytes for phase in phases), default=0),
         peak_low_bytes=max((phase.peak_low_bytes for phase in phases), default=0),

@@ -59,11 +59,14 @@ def step_options(terms: Terms, own: Layout, *, beside: list[PartSizes] = ()) -> 
         states = {own.state_bytes}  # 8-bit optimizers need a card
     where = {own.states_in_ram} | ({True} if "enable_optimizer_cpu_offload" in can and terms.homes[0] == "ram" else set())
     modes = ("resident", "streamed") if "enable_model_cpu_offload" in can and work.targets != "full" else ("resident",)
+    chosen = own.parts.get("dit", PartLayout(storage=""))  # what the config says itself stays so
+    modes = ("streamed",) if chosen.mode == "streamed" else modes
+    terms = replace(terms, storages=(FP8,)) if chosen.storage == FP8 else terms
     found = []
     for (checkpointed, in_ram), state, outside in itertools.product(sorted(checkpoints), sorted(states), sorted(where)):
         layout = replace(own, checkpointed=checkpointed, checkpoints_in_ram=in_ram, state_bytes=state, states_in_ram=outside)
         for part, rungs, lossy in options.part_layouts(terms, modes=modes):
-            if part.storage == FP8 and "fp8_models" not in can:
+            if part.storage == FP8 and "fp8_models" not in can:  # a trainer without that knob
                 continue
             taken, rungs = _taken(own, layout), tuple(rung for rung in rungs if rung != "park")
             found.append(_step(terms, layout, part, (*taken, *options._named("dit", rungs)), lossy + (state != own.state_bytes), beside))
@@ -137,8 +140,8 @@ def _sample(terms: Terms, weights: dict[str, int], staging: int, adapter: int):
     return estimate.phase("sample", weights, working, fixed, staging=staging, adapter=adapter)
 
 
-def settings(layout: Layout, terms: Terms) -> dict[str, object]:
-    """Knobs of `TrainingConfig` that take this arrangement; only such as the config has."""
+def settings(layout: Layout, terms: Terms, own: Layout) -> dict[str, object]:
+    """Knobs of `TrainingConfig` that take this arrangement; only such as the config has and does not say itself (`own`)."""
     wanted: dict[str, object] = {
         "use_gradient_checkpointing": layout.checkpointed,
         "use_gradient_checkpointing_offload": layout.checkpoints_in_ram,
@@ -148,6 +151,8 @@ def settings(layout: Layout, terms: Terms) -> dict[str, object]:
     if layout.state_bytes == MOMENTS_8BIT:
         wanted["customized_optimizer"] = "adamw8bit"
     stored = [name for name, part in layout.parts.items() if part.storage == FP8]
-    if stored:
+    if own.parts.get("dit", PartLayout()).mode == "streamed":
+        del wanted["enable_model_cpu_offload"]
+    if stored and own.parts.get("dit", PartLayout()).storage != FP8:
         wanted["fp8_models"] = ",".join(stored)
     return {name: value for name, value in wanted.items() if name in terms.work.can}

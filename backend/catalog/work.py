@@ -6,7 +6,7 @@ import math
 import re
 from pathlib import Path
 
-from backend.catalog.estimate import TRAINING_RUNGS, Layout, Work
+from backend.catalog.estimate import FP8, TRAINING_RUNGS, Layout, PartLayout, Work
 from backend.catalog.sizes import ModelSizes, PartSizes, published
 from backend.schema.knobs import to_values
 from backend.schema.request import GenerationRequest
@@ -98,13 +98,21 @@ def work_of_training(config, sizes: ModelSizes) -> tuple[Work, Layout]:
 
 def _own_layout(values: dict) -> Layout:
     offloads = bool(values.get("use_gradient_checkpointing_offload"))
+    eight = _names_denoiser(values.get("fp8_models"))
+    away = bool(values.get("enable_model_cpu_offload")) or _names_denoiser(values.get("offload_models"))
     state = STATE_BYTES.get(values["customized_optimizer"].strip().lower(), 8.0)
     return Layout(
+        parts={"dit": PartLayout("streamed" if away else "resident", FP8 if eight else "")} if eight or away else {},
         checkpointed=offloads or bool(values["use_gradient_checkpointing"]),
         checkpoints_in_ram=offloads,
         state_bytes=state + (4.0 if values.get("ema_decay") else 0.0),
         states_in_ram=bool(values.get("enable_optimizer_cpu_offload")),
     )
+
+
+def _names_denoiser(entries: str | None) -> bool:
+    """Whether a list of parts, by name or by file, has the transformer in it."""
+    return any(re.search(r"(^|[/:])(dit|transformer|unet)([/.]|$)", entry.strip()) for entry in (entries or "").split(","))
 
 
 def lora_size(part: PartSizes, wanted: str, rank: int) -> tuple[str, int]:

@@ -149,6 +149,13 @@ class LoraSection:
 
 @dataclass(frozen=True)
 class MemorySection:
+    vram: str | None = knob(
+        None,
+        help="auto, or GiB of the card that the run may take: what is left off below is then set so that it fits, the fastest way. auto: "
+        "all that is free now. Empty: as it is set below.",
+        label="VRAM",
+        level="advanced",
+    )
     use_gradient_checkpointing: bool = knob(
         False, help="Compute activations again in the backward pass instead of keeping them.", level="advanced"
     )

@@ -150,6 +150,7 @@ def _train(config: TrainingConfig, folder: Path, reporter) -> str:
     from backend.schema.knobs import to_values
     from backend.training import shards
     from backend.training.loop import pace_of, train
+    from backend.training.planned import with_plan
     from backend.training.preflight import preflight
     from backend.training.reporter import add_boards
     from backend.training.setup import set_up
@@ -165,6 +166,7 @@ def _train(config: TrainingConfig, folder: Path, reporter) -> str:
     )
     if accelerator.is_main_process:
         add_boards(reporter, config.output, config=to_values(config))
+    config = with_plan(config, accelerator, reporter)
     index = places().cache / "pictures.json"
     if config.training.task.endswith(":data_process"):
         return _process_data(config, accelerator, reporter, index)

@@ -1,0 +1,56 @@
+"""`--vram`: the trainer takes the plan for that much memory, and says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from backend.catalog.identify import identify_model
+from backend.catalog.plan import plan, plan_here
+from backend.catalog.speed import what_if
+from backend.engine import memory
+from backend.families import FAMILIES
+from backend.schema.knobs import from_values
+from backend.schema.messages import Trouble
+from backend.schema.places import ASSETS
+from backend.schema.training import TrainingConfig
+from backend.schema.vram import GIB
+from backend.training.planned import card_of
+
+pytestmark = pytest.mark.torch
+CPU = torch.device("cpu")
+
+
+def test_a_run_takes_the_plan_s_settings(run_training, events, data, tmp_path: Path):
+    spec = identify_model(ASSETS / "starter", FAMILIES)
+    flags = ("--max_steps", 1, "--no-data_cache", "--vram")
+    config = from_values(TrainingConfig, {"max_pixels": 4096, "lora_rank": 4})
+    large = plan_here(spec, card_of("8", CPU), config, None, user=data.user)
+    assert not any(large.settings.values())
+    amount = large.peak_live_bytes * 0.9 / GIB
+    assert run_training(tmp_path / "run", *flags, f"{amount:.6f}", model=ASSETS / "starter") == 0
+    said = next(event["plan"] for event in events(tmp_path / "run") if event["event"] == "note" and "plan" in event)
+    assert said["settings"].get("use_gradient_checkpointing") or said["settings"].get("enable_model_cpu_offload")
+    assert said["peak_high_bytes"] < large.peak_high_bytes
+    assert run_training(tmp_path / "none", *flags, "0.001", model=ASSETS / "starter") == 2
+    assert any(event["event"] == "trouble" and "does not fit" in event["message"] for event in events(tmp_path / "none"))
+
+
+def test_amounts_of_memory():
+    assert card_of("12", CPU).total_bytes == card_of(" 12 GiB", CPU).free_bytes == 12 * GIB
+    now = card_of("auto", CPU)
+    assert now.total_bytes == memory.probe(CPU).total_bytes and now.reserve_bytes > 0
+    for wrong in ("much", "-3", "0", "nan", "inf"):
+        with pytest.raises(Trouble, match="--vram"):
+            card_of(wrong, CPU)
+
+
+def test_what_the_config_says_itself_stays():
+    said = {"fp8_models": "dit", "enable_model_cpu_offload": True, "use_gradient_checkpointing": True, "max_pixels": 1024 * 1024}
+    found = plan("FLUX.1-dev", what_if("80GiB")[0], from_values(TrainingConfig, said))
+    assert "fp8_models" not in found.settings and "enable_model_cpu_offload" not in found.settings
+    assert found.settings["use_gradient_checkpointing"] and found.streamed_blocks["dit"] and not found.resident_blocks["dit"]
+    assert found.configs["dit"].preparing_dtype == "float8_e4m3fn"
