@@ -1,12 +1,13 @@
-"""What the engine costs beside its peers: `python benchmarks/engine.py [--quick] [--peers FOLDER] [--only ROW]`.
+"""What the engine costs beside its peers: `python benchmarks/engine.py [--peers FOLDER] [--only GROUP ...] [--quick]`.
 
-Makes a Qwen-Image transformer of the true width cut to 3 of 60 blocks from random weights (1.06 B parameters; `--quick`: half the width, a quarter of
-the numbers) in a temporary folder, and prints ratios of CPU seconds of one thread, medians of interleaved runs in one process. Every group of rows has a
-process of its own. The peers are no dependency of the project:
+Makes a Qwen-Image transformer of the true width cut to 3 of 60 blocks from random weights (1.06 B parameters, 2.1 GB in five shards; `--quick`: half
+the width, a quarter of the numbers) in a temporary folder, and prints a table: ratios of CPU seconds of one thread, medians of interleaved runs. What is
+divided by what is measured in one process; every group of rows and every engine has a process of its own, so that none sees another's imports or memory.
+The peers are no dependency of the project. diffusers and peft are there in any case; DiffSynth-Studio comes into a folder of its own by
 
-    python -m pip install --no-deps --target FOLDER diffsynth==2.1.12 imageio ftfy
+    python -m pip install --no-deps --target FOLDER diffsynth==2.1.12 einops imageio ftfy wcwidth pandas python-dateutil six torchvision==0.28.0
 
-diffusers is there in any case. A row that a peer cannot do is "-". "limit" is what the row's target in docs/benchmarks.md asks for.
+"limit" is what nothing could better, "must reach" the target. What is missed and what a peer cannot do is said under the table.
 """
 
 from __future__ import annotations
@@ -19,235 +20,263 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from medium import (
-    DISK,
-    FP8,
-    diffusers_modules,
-    inputs,
-    loader,
-    loft_modules,
+    MIB,
+    bare,
+    files_of,
+    load_average,
+    make_loras,
     make_model,
     medians,
+    note,
     part_of,
     private_rss,
     row,
     rss,
     touch,
 )
+from peers import PEERS
 
 PROJECT = Path(__file__).resolve().parents[1]
-MIB = 2**20
-IMPORTS = {
-    "Loft": "from backend.pipelines import QwenImagePipeline",
-    "diffusers": "from diffusers import QwenImagePipeline",
-    "diffsynth": "from diffsynth.pipelines.qwen_image import QwenImagePipeline",
-}
+ENGINES = tuple(PEERS)
 
 
-def imports(folder: Path, quick: bool, who: str = "") -> None:
-    """One process for each: CPU seconds and RSS of the import alone."""
-    seconds, sizes = {}, {}
-    for name, statement in IMPORTS.items():
-        code = (
-            f"import time\n{statement}\nimport psutil\nprint(time.process_time(), psutil.Process().memory_info().rss)"
-        )
-        found = [_import_once(code) for _ in range(3)]
-        if all(found):
-            seconds[name], sizes[name] = (
-                statistics.median(f[0] for f in found),
-                statistics.median(f[1] for f in found) / MIB,
-            )
-    row("import, CPU seconds", "3.5", **seconds)
-    row("import, RSS in MiB", "340", **sizes)
+def imports(folder: Path, quick: bool, who: str) -> None:
+    """CPU seconds and RSS of an import alone, each time in a new process; then with the classes of the three networks as well."""
+    floor: tuple[str, ...] = ()
+    if who == "Loft":
+        alone, least = (statistics.median(values) for values in zip(*[_import_once("import torch") for _ in range(3)]))
+        floor = (f"{alone:.1f}, torch alone", f"{least / MIB:.0f}, torch alone")
+    both = f"{PEERS[who].imports}\n{PEERS[who].networks}"
+    for what, code, rounds, least, size in (
+        ("to a usable pipeline class", PEERS[who].imports, 3, "3.5", "340"),
+        ("the class and its networks", both, 1, "-", "-"),
+    ):
+        found = [_import_once(code) for _ in range(rounds)]
+        seconds, nbytes = (statistics.median(values) for values in zip(*found))
+        row(f"import {what}, CPU seconds", least, *floor[:1], **{who: seconds})
+        row(f"import {what}, RSS in MiB", size, *floor[1:], **{who: nbytes / MIB})
 
 
-def _import_once(code: str) -> tuple[float, int] | None:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=os.environ)
-    if done.returncode:
-        return None
+def _import_once(code: str) -> tuple[float, int]:
+    code += "\nimport time, psutil\nprint(time.process_time(), psutil.Process().memory_info().rss)"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     seconds, size = done.stdout.split()[-2:]
     return float(seconds), int(size)
 
 
 def loading(folder: Path, quick: bool, who: str) -> None:
-    """Loading, every page touched, against reading the file into a buffer that is used again; the peak of a first load."""
-    import psutil
+    """Loading, every page touched, against reading the files into a buffer that is used again; the peak of a first load; the loader alone."""
     import torch
 
     torch.set_num_threads(1)
-    path, load = folder / "diffusion_pytorch_model.safetensors", loader(who, folder, quick)
-    size = path.stat().st_size
-    before = rss()
-    if hasattr(psutil.Process().memory_info(), "peak_wset"):
-        return
-    touch(load())
-    peak = int(
-        next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    )
+    peer, paths = PEERS[who], files_of(folder)
+    size = sum(path.stat().st_size for path in paths)
     buffer = bytearray(16 * MIB)
 
     def read() -> None:
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
+        for path in paths:
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
 
-    seconds = medians({"read": read, "load": lambda: touch(load())}, rounds=5)
-    row("load and touch / read()", "0.40", **{who: seconds["load"] / seconds["read"]})
-    row("peak RSS of a load / file", "1.10", **{who: (peak * 1024 - before) / size})
+    before = rss()
+    touch(peer.load(folder, quick))
+    peak = _high_water()
+    seconds = medians({"read": read, "load": lambda: touch(peer.load(folder, quick))}, rounds=5)
+    row("load and touch every page / read()", "0.40", "0.33", **{who: seconds["load"] / seconds["read"]})
+    if peak:
+        row("peak RSS of a load / file", "1.10", "1.0", **{who: (peak - before) / size})
+    if peer.everything is None:
+        note(f"{who} has no loader of its own to measure: it maps the file through safetensors")
+        return
+    seconds = medians({"read": read, "load": peer.everything(folder, quick)}, rounds=5)
+    row("loader alone / read()", "1.2", "1.0", **{who: seconds["load"] / seconds["read"]})
+
+
+def _high_water() -> int:
+    """The most resident bytes of this process so far; 0 where the system does not tell."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    return 0
 
 
 def steps(folder: Path, quick: bool, who: str) -> None:
-    """A step with resident weights, streamed from disk, and stored in FP8, interleaved in one process."""
+    """One denoising step of 512 x 512 (1024 picture and 64 text tokens): resident, its products alone, from disk, stored in FP8, with 8 hot LoRAs."""
     import torch
 
     torch.set_num_threads(1)
-    given = inputs()
-    makers = {"Loft": loft_modules, "diffusers": diffusers_modules}
-    modules = makers[who](folder, quick)
+    peer, works = PEERS[who], {}
+    resident = peer.load(folder, quick)
+    works["resident"] = peer.step(resident)
+    works["bare"] = bare(works["resident"])
+    works["disk"] = peer.step(peer.placed(folder, quick, "disk"))
+    works["FP8"] = peer.step(peer.placed(folder, quick, "fp8"))
+    hot = peer.hot(folder, quick, make_loras(folder, quick, 8))
+    works["hot"] = peer.step(hot)
     with torch.no_grad():
-        seconds = medians({name: lambda module=module: module(**given) for name, module in modules.items()}, rounds=3)
-    row("disk-offload step / resident step", "1.04", **{who: seconds["disk"] / seconds["resident"]})
-    row("FP8-stored step / bf16 step", "1.35", **{who: seconds["fp8"] / seconds["resident"]})
+        seconds = medians(works, rounds=3)
+        layers = {name: module.transformer_blocks[0].attn.to_q for name, module in (("plain", resident), ("hot", hot))}
+        x = torch.randn(1, 1024, layers["plain"].in_features).to(torch.bfloat16)
+        one = medians(
+            {name: lambda layer=layer: [layer(x) for _ in range(10)] for name, layer in layers.items()}, rounds=9
+        )
+    row("resident step / its products and attentions", "1.15", "1", **{who: seconds["resident"] / seconds["bare"]})
+    row("disk-offload step / resident step", "1.04", "1.00", **{who: seconds["disk"] / seconds["resident"]})
+    row("FP8-stored step / bf16 step", "1.35", "1.15", **{who: seconds["FP8"] / seconds["resident"]})
+    row(
+        "8 hot LoRAs on all attention projections / none", "1.04", "1.02", **{who: seconds["hot"] / seconds["resident"]}
+    )
+    row("one projection with 8 hot LoRAs / plain", "1.12", "-", **{who: one["hot"] / one["plain"]})
+    if who == "diffusers":
+        copied = sum(path.stat().st_size for path in (folder / "copy").rglob("*") if path.is_file())
+        note(
+            f"diffusers' disk offload writes a second copy of the weights first ({copied / MIB:.0f} MiB); the others read the user's files"
+        )
 
 
-def reading(folder: Path, quick: bool, who: str = "") -> None:
-    """Blocks alone, through the reader, against `read()`; and torch's own cast from FP8 against ours."""
+def fusing(folder: Path, quick: bool, who: str) -> None:
+    """One LoRA of 24 matrices from its file into the weights, against the in-place products alone (bf16, factors in memory)."""
     import torch
 
-    from backend.engine import load, quantize
-    from backend.engine.stream import Reader, allocate
-    from backend.engine.units import find_units
+    torch.set_num_threads(1)
+    for dtype in ("bfloat16", "float16", "float32"):
+        file = make_loras(folder, quick, 1, dtype)[0]
+        module, fuse, undo = PEERS[who].fuse(folder, quick, file)
+        pairs = _factors(module, file)
+
+        def products(pairs=pairs) -> None:
+            for weight, up, down in pairs:
+                weight.addmm_(up, down)
+
+        with torch.no_grad():
+            seconds = medians({"fuse": fuse, "addmm_": products}, rounds=5, after={"fuse": undo})
+        target = "1.3" if dtype == "bfloat16" else "-"
+        row(
+            f"fuse one LoRA ({dtype}, 24 matrices) / addmm_",
+            target,
+            "1.0",
+            **{who: seconds["fuse"] / seconds["addmm_"]},
+        )
+
+
+def _factors(module, file: Path) -> list[tuple]:
+    import torch
+    from safetensors.torch import load_file
+
+    tensors, found = load_file(file), []
+    for key, up in tensors.items():
+        if key.endswith(".lora_B.weight"):
+            name = key.removesuffix(".lora_B.weight")
+            down = tensors[f"{name}.lora_A.weight"]
+            weight = module.get_submodule(name).weight.detach()
+            found.append((weight, up.to(torch.bfloat16), down.to(torch.bfloat16)))
+    return found
+
+
+def casting(folder: Path, quick: bool, who: str) -> None:
+    """FP8 to bfloat16 on the CPU: torch's own cast and ours, of 16 M numbers."""
+    import torch
+
+    from backend.engine import quantize
 
     torch.set_num_threads(1)
-    part = part_of(folder, quick)
-    blocks = [unit for unit in find_units(load.build_meta(part), part, torch.bfloat16) if unit.block]
-    reader, path = Reader(), part.files[0]
-    buffer = allocate(max(unit.raw.nbytes for unit in blocks), torch.device("cpu"))
-    total = sum(unit.raw.nbytes for unit in blocks)
-    plain = memoryview(buffer.numpy())
-
-    def read() -> None:
-        with path.open("rb", buffering=0) as file:
-            left = total
-            while left:
-                left -= file.readinto(plain[: min(left, len(plain))])
-
-    seconds = medians({"read": read, "blocks": lambda: [reader.read(unit.spans, buffer) for unit in blocks]}, rounds=7)
-    row("loader alone / read()", "1.2", Loft=seconds["blocks"] / seconds["read"])
     codes = torch.randint(0, 120, (1 << 24,), dtype=torch.uint8).view(torch.float8_e4m3fn)
     out = torch.empty(codes.shape, dtype=torch.bfloat16)
-    casts = medians(
-        {"torch": lambda: out.copy_(codes), "Loft": lambda: quantize.cast(codes, out, special=False)}, rounds=7
-    )
-    row(
-        "FP8 -> bf16, million numbers a second",
-        "-",
-        **{name: codes.numel() / 1e6 / value for name, value in casts.items()},
-    )
+    works = {"torch": lambda: out.copy_(codes), "Loft": lambda: quantize.cast(codes, out, special=False)}
+    found = {name: codes.numel() / 1e6 / value for name, value in medians(works, rounds=7).items()}
+    row("FP8 -> bf16, million numbers a second", "-", f"{found['torch']:.0f}, torch's own", Loft=found["Loft"])
 
 
 def fp8_memory(folder: Path, quick: bool, who: str) -> None:
-    """Private RSS that an FP8-stored module adds, after a step of 16 tokens, against one byte a parameter."""
+    """Private RSS that an FP8-stored module adds, after a step of 16 picture tokens, against one byte a parameter."""
     import torch
 
     torch.set_num_threads(1)
-    given = inputs()
-    given["hidden_states"], given["img_shapes"] = given["hidden_states"][:, :16], [[(1, 4, 4)]]
     count = sum(at.nbytes // 2 for at in part_of(folder, quick).tensors.values())
-    if who == "Loft":
-        from backend.engine import load, placement
-        from backend.schema.vram import VramConfig
+    if who == "diffsynth":
+        import peers
 
-        part = part_of(folder, quick)
-        module = load.build_meta(part)
-        before = private_rss()
-        placement.place(module, part, VramConfig(**FP8), device="cpu").onload()
+        peers._without_torchvisions_kernels()
+        import diffsynth.models.qwen_image_dit  # noqa: F401
+    elif who == "diffusers":
+        from diffusers import QwenImageTransformer2DModel  # noqa: F401
     else:
-        from diffusers import QwenImageTransformer2DModel
+        from backend.engine import load
 
-        before = private_rss()
-        module = QwenImageTransformer2DModel.from_pretrained(folder, torch_dtype=torch.bfloat16)
-        module.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+        load.build_meta(part_of(folder, quick))
+    before, mapped = private_rss(), rss()
+    module = PEERS[who].placed(folder, quick, "fp8")
     with torch.no_grad():
-        module(**given)
-    row("FP8 private RSS / one byte a parameter", "1.15", **{who: (private_rss() - before) / count})
+        PEERS[who].step(module, 4)()
+    private, everything = private_rss() - before, rss() - mapped
+    row("FP8 private RSS / one byte a parameter", "1.15", "1.0", **{who: private / count})
+    row("FP8 RSS with the file's mapped pages / the same", "-", "1.0", **{who: everything / count})
+
+
+def overlap(folder: Path, quick: bool, who: str) -> None:
+    from overlap import sweep
+
+    sweep(folder, quick, who)
 
 
 def trace(folder: Path, quick: bool, who: str) -> None:
-    """RSS in MiB: before, loaded, the highest of three steps, unloaded; `who` names the configuration."""
-    import threading
+    from trace import draw_three
 
-    import torch
-
-    from backend.engine import load, memory, placement
-    from backend.schema.vram import VramConfig
-
-    torch.set_num_threads(1)
-    part, given = part_of(folder, quick), inputs()
-    module = load.build_meta(part)
-    memory.give_back("cpu")
-    seen, over = [rss()], threading.Event()
-
-    def watch() -> None:
-        while not over.wait(0.02):
-            seen.append(rss())
-
-    config = {"resident": {}, "FP8": FP8, "disk": DISK, "disk, half stays": {**DISK, "preparing_device": None}}[who]
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    limit = part.nbytes // 2 if who == "disk, half stays" else None
-    placed = placement.place(module, part, VramConfig(**config), vram_limit_bytes=limit, device="cpu")
-    placed.onload()
-    begin, loaded = seen[0], rss()
-    with torch.no_grad():
-        for _ in range(3):
-            module(**given)
-    drawn, highest = rss(), max(seen)
-    placed.close()
-    del module, placed
-    memory.give_back("cpu")
-    over.set()
-    watcher.join()
-    values = {"before": begin, "loaded": loaded, "after 3 steps": drawn, "highest": highest, "unloaded": rss()}
-    row(f"RSS in MiB, {who}", "-", **{name: value / MIB for name, value in values.items()})
+    draw_three(folder, quick, who)
 
 
 GROUPS = {
-    "imports": (imports, ("",)),
-    "loading": (loading, ("Loft", "diffusers", "diffsynth")),
-    "steps": (steps, ("Loft", "diffusers")),
-    "reading": (reading, ("",)),
-    "fp8_memory": (fp8_memory, ("Loft", "diffusers")),
-    "trace": (trace, ("resident", "FP8", "disk", "disk, half stays")),
+    "imports": (imports, ENGINES),
+    "loading": (loading, ENGINES),
+    "steps": (steps, ENGINES),
+    "fusing": (fusing, ENGINES),
+    "casting": (casting, ("Loft",)),
+    "fp8_memory": (fp8_memory, ENGINES),
+    "overlap": (overlap, ENGINES),
+    "trace": (trace, ("resident", "FP8", "streamed", "disk", "disk to FP8")),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--peers", type=Path, help="folder that the peers were installed into")
+    parser.add_argument("--peers", type=Path, help="folder that DiffSynth-Studio was installed into")
     parser.add_argument("--only", choices=GROUPS, action="append")
+    parser.add_argument("--curve", type=Path, help="picture (PNG) of the memory traces")
     parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help="where the model is made and kept; else a temporary folder")
     given = parser.parse_args()
     sys.path[:0] = [str(PROJECT)]
     if given.run:
         GROUPS[given.run[0]][0](given.folder, given.quick, given.run[1])
         return
-    paths = [str(PROJECT), *([str(given.peers)] if given.peers else []), os.environ.get("PYTHONPATH", "")]
-    os.environ.update(PYTHONPATH=os.pathsep.join(filter(None, paths)), OMP_NUM_THREADS="1")
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_model(folder, given.quick)
-        print_table([found for group in given.only or GROUPS for found in run_group(group, folder, given.quick)])
+        folder = given.folder or Path(name)
+        if not files_of(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            make_model(folder, given.quick)
+        rows, notes = [], []
+        for group in given.only or GROUPS:
+            run_group(group, folder, given, rows, notes)
+        print_table(rows, notes)
+        if given.curve and (folder / "trace.json").exists():
+            from trace import draw_curves
+
+            draw_curves(folder / "trace.json", given.curve)
 
 
-def run_group(group: str, folder: Path, quick: bool) -> list[dict]:
-    """The rows of a group; what a peer cannot do is said on stderr and left out."""
-    rows: list[dict] = []
+def run_group(group: str, folder: Path, given: argparse.Namespace, rows: list[dict], notes: list[str]) -> None:
+    """Adds the rows of a group; what an engine cannot do becomes a note."""
+    began, before = time.monotonic(), load_average()
     for who in GROUPS[group][1]:
+        paths = [str(PROJECT), str(PROJECT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+        paths += [str(given.peers)] if who == "diffsynth" and given.peers else []
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
         argv = [
             sys.executable,
             "-W",
@@ -258,28 +287,40 @@ def run_group(group: str, folder: Path, quick: bool) -> list[dict]:
             who,
             "--folder",
             str(folder),
-            *["--quick"] * quick,
+            *["--quick"] * given.quick,
         ]
-        done = subprocess.run(argv, capture_output=True, text=True)
+        done = subprocess.run(argv, capture_output=True, text=True, env=environment)
         if done.returncode:
-            last = done.stderr.strip().splitlines()[-1:] or ["?"]
-            print(f"{group}, {who or 'all'}: {last[0]}", file=sys.stderr)
+            notes.append(f"{group}, {who}: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
         for line in done.stdout.splitlines():
-            if line.startswith("ROW "):
-                found = json.loads(line[4:])
+            kind, _, text = line.partition(" ")
+            if kind == "NOTE":
+                notes.append(json.loads(text))
+            elif kind == "ROW":
+                found = json.loads(text)
                 known = next((row for row in rows if row["row"] == found["row"]), None)
-                rows.append(found) if known is None else known.update(found)
-    return rows
+                rows.append(found) if known is None else known.update(
+                    {key: value for key, value in found.items() if value != ""}
+                )
+    notes.append(f"{group}: {time.monotonic() - began:.0f} s, load {before:.1f} before, {load_average():.1f} after")
 
 
-def print_table(rows: list[dict]) -> None:
+def print_table(rows: list[dict], notes: list[str]) -> None:
+    print("| what | limit | must reach | Loft | diffsynth | diffusers / peft |\n|---|---|---|---|---|---|")
+    others = []
     for found in rows:
-        values = {name: value for name, value in found.items() if name not in ("row", "target")}
-        cells = ", ".join(f"{name} {value:.{0 if value >= 100 else 2}f}" for name, value in values.items())
-        missed = ""
+        values = {name: value for name, value in found.items() if name not in ("row", "target", "limit")}
+        if not set(values) <= set(ENGINES):
+            others.append((found["row"], values))
+            continue
+        cells = [f"{values[who]:.{0 if values[who] >= 100 else 2}f}" if who in values else "-" for who in ENGINES]
         with contextlib.suppress(ValueError, KeyError):
-            missed = "" if values["Loft"] <= float(found["target"]) else "  MISSED"
-        print(f"{found['row']:<45} target {found['target']:<5} {cells}{missed}", flush=True)
+            over = values["Loft"] / float(found["target"]) - 1
+            cells[0] = f"**{cells[0]}: missed by {over:.0%}**" if over > 0.0 else cells[0]
+        print(f"| {found['row']} | {found['limit'] or '-'} | {found['target']} | {' | '.join(cells)} |")
+    for name, values in others:
+        print(f"\n{name}: " + ", ".join(f"{key} {value:.{0 if value >= 100 else 2}f}" for key, value in values.items()))
+    print("\n" + "\n".join(f"* {text}" for text in notes), flush=True)
 
 
 if __name__ == "__main__":

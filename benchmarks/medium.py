@@ -1,29 +1,19 @@
-"""The model that the engine's benchmark runs on, and how it measures."""
+"""The model that the engine's benchmark runs on, and how things are measured."""
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 NETWORK = "diffusers.models.transformers.transformer_qwenimage:QwenImageTransformer2DModel"
-
-FP8 = {"offload_dtype": "float8_e4m3fn", "onload_dtype": "float8_e4m3fn", "preparing_dtype": "float8_e4m3fn"}
-DISK = {"offload_device": "disk", "onload_device": "disk", "preparing_device": "disk"}
-
-
-def medians(works: dict[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
-    """Median CPU seconds of each work, interleaved, after a round that does not count."""
-    found: dict[str, list[float]] = {name: [] for name in works}
-    for turn in range(rounds + 1):
-        for name, work in works.items():
-            began = time.process_time()
-            work()
-            if turn:
-                found[name].append(time.process_time() - began)
-    return {name: statistics.median(times) for name, times in found.items()}
+SHARDS = 5
+TARGETS = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_out.0", "to_add_out")
+RANK = 16
+MIB = 2**20
 
 
 def config_of(quick: bool) -> dict:
@@ -32,7 +22,7 @@ def config_of(quick: bool) -> dict:
 
 
 def make_model(folder: Path, quick: bool) -> None:
-    """Random weights in one file, written tensor by tensor."""
+    """Random weights in five shards, written one at a time."""
     import torch
     from diffusers import QwenImageTransformer2DModel
     from safetensors.torch import save_file
@@ -41,35 +31,115 @@ def make_model(folder: Path, quick: bool) -> None:
         shapes = {
             key: value.shape for key, value in QwenImageTransformer2DModel(**config_of(quick)).state_dict().items()
         }
-    generator = torch.Generator().manual_seed(0)
-    weights = {}
+    total, done = sum(shape.numel() for shape in shapes.values()), 0
+    places: dict[str, str] = {}
     for key, shape in shapes.items():
-        scale = 0.02 if len(shape) > 1 else 0.1
-        weights[key] = torch.empty(shape, dtype=torch.bfloat16).normal_(std=scale, generator=generator)
-        if "norm" in key and len(shape) == 1:
-            weights[key] += 1
-    save_file(weights, folder / "diffusion_pytorch_model.safetensors")
+        places[key] = f"diffusion_pytorch_model-{done * SHARDS // total + 1:05}-of-{SHARDS:05}.safetensors"
+        done += shape.numel()
+    generator = torch.Generator().manual_seed(0)
+    for name in sorted(set(places.values())):
+        weights = {key: _random(key, shapes[key], generator) for key in shapes if places[key] == name}
+        save_file(weights, folder / name)
+    index = {"metadata": {"total_size": 2 * total}, "weight_map": places}
+    (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text(json.dumps({"_class_name": "QwenImageTransformer2DModel", **config_of(quick)}))
+    for path in files_of(folder):
+        _settle(path)
+
+
+def _settle(path: Path) -> None:
+    """The file in the system's cache as reading brings it there, not as writing left it. Linux keeps what was written in small pages, and to map those
+    takes four to ten times as long; a model that was not made a minute ago has been read."""
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while file.read(16 * MIB):
+            pass
+
+
+def _random(key: str, shape, generator):
+    import torch
+
+    weight = torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02 if len(shape) > 1 else 0.1, generator=generator)
+    return weight.add_(1) if "norm" in key and len(shape) == 1 else weight
+
+
+def make_loras(folder: Path, quick: bool, count: int, dtype: str = "bfloat16") -> list[Path]:
+    """LoRA files of rank 16 for the eight attention projections of every block: 24 matrices."""
+    import torch
+    from safetensors.torch import save_file
+
+    width, found = 128 * config_of(quick)["num_attention_heads"], []
+    for number in range(count):
+        generator, tensors = torch.Generator().manual_seed(number), {}
+        for block in range(config_of(quick)["num_layers"]):
+            for target in TARGETS:
+                name = f"transformer_blocks.{block}.attn.{target}"
+                for side, shape in (("A", (RANK, width)), ("B", (width, RANK))):
+                    factor = torch.randn(shape, generator=generator) * 0.01
+                    tensors[f"{name}.lora_{side}.weight"] = factor.to(getattr(torch, dtype))
+        found.append(folder / f"lora_{dtype}_{number}.safetensors")
+        save_file(tensors, found[-1])
+    return found
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("diffusion_pytorch_model-*.safetensors"))
 
 
 def part_of(folder: Path, quick: bool):
     from backend.catalog.header import read_header
     from backend.catalog.spec import PartSpec
 
-    tensors = read_header(folder / "diffusion_pytorch_model.safetensors").tensors
+    tensors = {key: at for path in files_of(folder) for key, at in read_header(path).tensors.items()}
     return PartSpec("dit", NETWORK, config_of(quick), tensors, storage="bfloat16", folder=folder)
 
 
-def inputs() -> dict:
-    """512x512: 1024 picture tokens and 64 text tokens."""
-    import torch
+def medians(
+    works: Mapping[str, Callable[[], object]],
+    rounds: int = 3,
+    *,
+    clock: Callable[[], float] = time.process_time,
+    after: Mapping[str, Callable[[], object]] | None = None,
+) -> dict[str, float]:
+    """Median seconds of each work, interleaved, after a round that does not count. `after` of a work is run behind it, unmeasured."""
+    found: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(rounds + 1):
+        for name, work in works.items():
+            began = clock()
+            work()
+            if turn:
+                found[name].append(clock() - began)
+            (after or {}).get(name, lambda: None)()
+    return {name: statistics.median(times) for name, times in found.items()}
 
-    return {
-        "hidden_states": torch.randn(1, 1024, 64).to(torch.bfloat16),
-        "encoder_hidden_states": torch.randn(1, 64, 3584).to(torch.bfloat16),
-        "timestep": torch.tensor([0.5], dtype=torch.bfloat16),
-        "img_shapes": [[(1, 32, 32)]],
-    }
+
+def bare(call: Callable[[], object]) -> Callable[[], None]:
+    """The matrix products and attentions of one `call` of a network and nothing else, on the tensors that they really see."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    works: list[tuple] = []
+
+    class Recording(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            if function is torch.nn.functional.linear:
+                works.append((function, (args[0].detach(), args[1].detach()), {}))
+            elif function is torch.nn.functional.scaled_dot_product_attention:
+                works.append((function, args, kwargs))
+            return function(*args, **kwargs)
+
+    with torch.no_grad(), Recording():
+        call()
+
+    def run() -> None:
+        with torch.no_grad():
+            for function, args, kwargs in works:
+                function(*args, **kwargs)
+
+    return run
 
 
 def rss() -> int:
@@ -86,62 +156,21 @@ def private_rss() -> int:
     return memory.rss - getattr(memory, "shared", 0)
 
 
+def load_average() -> float:
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
+
+
 def touch(module) -> None:
     """Reads one number of every page of every weight."""
     for parameter in module.parameters():
         parameter.detach().reshape(-1)[:: 4096 // parameter.element_size()].sum()
 
 
-def row(name: str, target: str, **values) -> None:
-    print("ROW " + json.dumps({"row": name, "target": target, **values}), flush=True)
+def row(name: str, target: str, limit: str = "", **values) -> None:
+    """A row of the table: what must be reached, what nothing could better, and what each engine did."""
+    print("\nROW " + json.dumps({"row": name, "target": target, "limit": limit, **values}), flush=True)
 
 
-def loader(who: str, folder: Path, quick: bool) -> Callable[[], object]:
-    import torch
-
-    if who == "diffusers":
-        from diffusers import QwenImageTransformer2DModel
-
-        return lambda: QwenImageTransformer2DModel.from_pretrained(folder, torch_dtype=torch.bfloat16)
-    if who == "diffsynth":
-        from diffsynth.core import load_model
-        from diffsynth.models.qwen_image_dit import QwenImageDiT
-
-        if quick:
-            raise NotImplementedError("its width is written into the class")
-        return lambda: load_model(QwenImageDiT, str(folder / "diffusion_pytorch_model.safetensors"), {"num_layers": 3})
-    from backend.engine import load
-
-    part = part_of(folder, quick)
-    load.build_meta(part)
-    return lambda: load.load_part(part, dtype=torch.bfloat16)
-
-
-def loft_modules(folder: Path, quick: bool) -> dict:
-    from backend.engine import load, placement
-    from backend.schema.vram import VramConfig
-
-    part, found = part_of(folder, quick), {"resident": load.load_part(part_of(folder, quick))}
-    for name, settings in (("disk", DISK), ("fp8", FP8)):
-        found[name] = load.build_meta(part)
-        placement.place(found[name], part, VramConfig(**settings), device="cpu").onload()
-    return found
-
-
-def diffusers_modules(folder: Path, quick: bool) -> dict:
-    import torch
-    from diffusers import QwenImageTransformer2DModel
-
-    found = {
-        name: QwenImageTransformer2DModel.from_pretrained(folder, torch_dtype=torch.bfloat16)
-        for name in ("resident", "disk", "fp8")
-    }
-    found["disk"].enable_group_offload(
-        onload_device=torch.device("cpu"),
-        offload_device=torch.device("cpu"),
-        offload_type="block_level",
-        num_blocks_per_group=1,
-        offload_to_disk_path=str(folder / "copy"),
-    )
-    found["fp8"].enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
-    return found
+def note(text: str) -> None:
+    """A sentence under the table."""
+    print("\nNOTE " + json.dumps(text), flush=True)
