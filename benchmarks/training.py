@@ -1,10 +1,13 @@
-"""What training costs against the least it could: `python benchmarks/training.py [step] [start] [index] [ladder]`.
+"""What training costs against the least it could: `python benchmarks/training.py [step] [pause] [start] [index] [peak] [fp8] [ladder] [optimizers]`.
 
-Ratios of CPU seconds of one thread where that is meant, medians of interleaved runs. Nothing is downloaded; temporary folders are removed.
+Ratios of CPU seconds of one thread, medians of interleaved runs in one process, where nothing else is said; every line says the load of the
+machine. The peer (`peak`, `step`) is what one writes by hand with diffusers and peft: `training_by_hand.py`. Nothing is downloaded; temporary
+folders are removed.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -18,6 +21,8 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(PROJECT))
 SET = PROJECT / "assets" / "datasets" / "character"
+MIB = 2**20
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def median_seconds(*works: Callable[[], object], rounds: int = 9) -> list[float]:
@@ -32,61 +37,89 @@ def median_seconds(*works: Callable[[], object], rounds: int = 9) -> list[float]
     return [statistics.median(times) for times in found]
 
 
+def say(what: str, value: str) -> None:
+    print(f"{what}: {value}  [load {os.getloadavg()[0]:.1f}]", flush=True)
+
+
 def train(folder: Path, *flags: str, data: Path) -> list[dict]:
     """Runs the trainer as a process of its own; its events."""
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "LOFT_DATA": str(data), "OMP_NUM_THREADS": "1"}
     argv = [sys.executable, "-m", "backend.training", "--output_path", str(folder), *flags]
-    subprocess.run(argv, env=environment, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(argv, env={**ENVIRONMENT, "LOFT_DATA": str(data)}, check=True, stdout=subprocess.DEVNULL)
     return [json.loads(line) for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def step() -> None:
-    """A default step against the same network, adapter and optimizer in a bare loop; the pause of a save against a step."""
+def make_run(folder: Path, *flags: str):
+    """A run, ready for its first step, in this process."""
     import torch
     from accelerate import Accelerator
 
-    from backend.schema.knobs import from_values
+    from backend.schema.knobs import from_flags
     from backend.schema.training import TrainingConfig
-    from backend.training import loop
     from backend.training.reporter import Reporter
     from backend.training.setup import set_up
 
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["LOFT_DATA"] = folder
-        values = {
-            "dataset_base_path": str(SET),
-            "max_pixels": 16384,
-            "dataset_repeat": 10,
-            "batch_size": 8,
-            "lora_rank": 16,
-        }
-        config = from_values(TrainingConfig, values)
-        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-        run = set_up(
-            config,
-            Path(folder),
-            Path(folder),
-            accelerator,
-            Reporter(Path(folder), silent=True),
-            index=Path(folder) / "i",
-        )
-        batch = loop._epochs(run)(0)[0]
-        material = run.source.material(batch, scale=1 / 8).to(run.device)
-        optimizer = torch.optim.AdamW(list(run.weights.values()), lr=1e-4)
+    os.environ["LOFT_DATA"] = str(folder)
+    config = from_flags(TrainingConfig, ["--dataset_base_path", str(SET), "--lora_rank", "16", *flags])
+    accelerator = Accelerator(cpu=True, mixed_precision=config.training.mixed_precision)
+    return set_up(config, folder, folder, accelerator, Reporter(folder, silent=True), index=folder / "index.json")
 
-        def bare() -> None:
-            loss, _ = run.model(material, config.loss)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(list(run.weights.values()), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
 
-        ours, theirs = median_seconds(lambda: loop.one_step(run, [[batch]]), bare)
-        print(f"default step (encodings from the cache) / bare loop: {ours / theirs:.3f}  ({ours * 1000:.0f} ms)")
-        began = time.perf_counter()
-        loop._save_here(run, 1, loop.Pace(10, 10), [{}])
-        print(f"pause of a save / step: {(time.perf_counter() - began) / ours:.2f}")
+def step() -> None:
+    """A default step against the same network, adapter and optimizer in a bare loop, everything encoded before."""
+    import torch
+
+    from backend.training import loop
+
+    for size in (1, 8):
+        with tempfile.TemporaryDirectory() as folder:
+            run = make_run(Path(folder), "--max_pixels", "16384", "--dataset_repeat", "10", "--batch_size", str(size))
+            batch = loop._epochs(run)(0)[0]
+            material = run.source.material(batch, scale=1 / size).to(run.device)
+            optimizer = torch.optim.AdamW(list(run.weights.values()), lr=1e-4)
+
+            def bare(run=run, material=material, optimizer=optimizer) -> None:
+                loss, _ = run.model(material, run.config.loss)
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(list(run.weights.values()), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+            ours, theirs = median_seconds(lambda run=run, batch=batch: loop.one_step(run, [[batch]]), bare, rounds=15)
+            say(f"default step / cached bare loop, batch {size}", f"{ours / theirs:.3f} ({ours * 1000:.0f} ms)")
+
+
+def pause() -> None:
+    """How long a save holds the training up, and how much longer the steps beside it take, against a step without; wall seconds."""
+    for size in (1, 8):
+        with tempfile.TemporaryDirectory() as folder:
+            run = make_run(Path(folder), "--max_pixels", "16384", "--dataset_repeat", "10", "--batch_size", str(size))
+            one, held, beside = (statistics.median(times) for times in zip(*_saves(run, 15), strict=True))
+            say(f"pause of a save / step, batch {size}", f"{held / one:.2f} ({held * 1000:.0f} ms); with what the next five steps "
+                f"take longer {(held + beside - 5 * one) / one:.2f}")  # fmt: skip
+
+
+def _saves(run, rounds: int) -> list[tuple[float, float, float]]:
+    """Seconds of a step, of a save and of the five steps beside its writing, `rounds` times."""
+    from backend.training import loop
+    from backend.training.saving import save
+
+    batch = loop._epochs(run)(0)[0]
+    for _ in range(2):
+        loop.one_step(run, [[batch]])
+    found = []
+    for turn in range(rounds):
+        times = [time.perf_counter()]
+        loop.one_step(run, [[batch]])
+        times.append(time.perf_counter())
+        save(run, f"step-{turn}", step=turn, epoch=0, wait=False)
+        times.append(time.perf_counter())
+        for _ in range(5):
+            loop.one_step(run, [[batch]])
+        times.append(time.perf_counter())
+        run.writer.finish()
+        found.append(tuple(later - earlier for earlier, later in itertools.pairwise(times)))
+    return found
 
 
 def start() -> None:
@@ -96,78 +129,89 @@ def start() -> None:
         for turn in ("first", "second"):
             said = train(Path(folder) / turn, *flags, data=Path(folder))
             at = {(event["event"], event.get("name"), event.get("done")): event["time"] for event in said}
-            loading = (
-                at["phase", "caching", 0]
-                - at["phase", "loading", 0]
-                + at["phase", "training", 0]
-                - at["phase", "loading", 1]
-            )
-            whole = at["phase", "training", 0] - at["phase", "loading", 0]
-            print(f"{turn} run: ready for step 1 / loading: {whole / loading:.2f}  ({whole:.1f} s)")
+            begin, ready = at["phase", "loading", 0], at["phase", "training", 0]
+            loading = at["phase", "caching", 0] - begin + ready - at["phase", "loading", 1]
+            say(f"{turn} run: ready for step 1 / loading", f"{(ready - begin) / loading:.2f} ({ready - begin:.1f} s)")
 
 
 def index(count: int = 10_000) -> None:
-    """Reading a folder of pictures: sizes, captions and hashes."""
+    """Reading a folder of pictures: sizes, captions, hashes and buckets."""
     from PIL import Image
 
     from backend.schema.training import DatasetSection
+    from backend.training.batches import size_of
     from backend.training.dataset import read_dataset
 
     with tempfile.TemporaryDirectory() as folder:
         pictures = Path(folder) / "set"
         pictures.mkdir()
         for number in range(count):
-            Image.new("RGB", (256, 192 + number % 64), (number % 256, 80, 90)).save(pictures / f"{number:05d}.jpg")
+            Image.new("RGB", (256, 192 + number % 64), (number % 256, 80, 90)).save(pictures / f"{number:05d}.png")
             (pictures / f"{number:05d}.txt").write_text(f"picture {number}")
         section = DatasetSection(dataset_base_path=str(pictures))
         for turn in ("cold", "warm"):
-            began = time.perf_counter()
-            found = read_dataset(section, index=Path(folder) / "index.json")
-            print(f"{turn}: {len(found.items)} pictures indexed in {time.perf_counter() - began:.2f} s")
+            began, used = time.perf_counter(), time.process_time()
+            found = read_dataset(section, index=Path(folder) / "index.json").items
+            sizes = {size_of(item, height=None, width=None, max_pixels=2**16, multiple=16, snap=True) for item in found}
+            took = f"{time.perf_counter() - began:.2f} s ({time.process_time() - used:.2f} s of the CPU)"
+            say(f"{turn}: {len(found)} pictures, {len(sizes)} sizes", took)
 
 
-RUNGS = (
-    (),
-    ("--use_gradient_checkpointing",),
-    ("--use_gradient_checkpointing_offload",),
-    ("--fp8_models", "dit,text_encoder"),
-    ("--fp8_models", "dit,text_encoder", "--use_gradient_checkpointing"),
-    ("--enable_model_cpu_offload",),
-    ("--enable_model_cpu_offload", "--use_gradient_checkpointing"),
-)
+def peak() -> None:
+    """Peak RSS and CPU seconds of a whole run of 30 steps, and the same by hand; the starter, 128 x 128, rank 16."""
+    for size in ("1", "8"):
+        with tempfile.TemporaryDirectory() as folder:
+            ours = [sys.executable, "-m", "backend.training", "--dataset_base_path", str(SET), "--max_pixels", "16384", "--max_steps", "30",
+                    "--lora_rank", "16", "--batch_size", size, "--dataset_repeat", "30", "--output_path", str(Path(folder) / "run")]  # fmt: skip
+            hand = [sys.executable, str(Path(__file__).with_name("training_by_hand.py")), str(SET), "30", size]
+            figures = {"Loft": [], "by hand": []}
+            for _ in range(3):
+                for name, argv in (("Loft", ours), ("by hand", hand)):
+                    figures[name].append(_whole(argv, Path(folder)))
+            for name, found in figures.items():
+                rss, seconds = (statistics.median(values) for values in zip(*found, strict=True))
+                say(f"{name}, batch {size}", f"peak RSS {rss / MIB:.0f} MiB, {seconds:.1f} CPU s")
 
 
-def ladder(num_layers: int = 8, width: int = 1024) -> None:
-    """Peak of a step and seconds a step for each rung, on a random Qwen-Image of some 300 million parameters."""
+def _whole(argv: list[str], data: Path) -> tuple[int, float]:
+    """Peak RSS and CPU seconds of a command."""
+    environment = {**ENVIRONMENT, "LOFT_DATA": str(data)}
+    child = subprocess.Popen(argv, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(child.pid, 0)
+    assert status == 0, argv
+    return usage.ru_maxrss * 1024, usage.ru_utime + usage.ru_stime
+
+
+def fp8(steps: int = 80) -> None:
+    """The loss curve over a base in FP8 against the one over bf16, same seed, on the starter."""
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(Path(folder) / "model", num_layers, width)
-        flags = ("--model", str(model), "--dataset_base_path", str(SET), "--max_pixels", str(256 * 256), "--max_steps", "3",
-                 "--lora_rank", "16", "--preflight")  # fmt: skip
-        print("| rung | peak of a step, MiB | s/step |\n|---|---|---|")
-        for number, rung in enumerate(RUNGS):
-            said = train(Path(folder) / str(number), *flags, *rung, data=Path(folder))
-            peak = next(event["step_bytes"] for event in said if event.get("phase") == "preflight")
-            seconds = statistics.median(event["seconds"] for event in said if event["event"] == "step")
-            print(f"| {' '.join(rung) or 'none'} | {peak / 2**20:.0f} | {seconds:.2f} |", flush=True)
-
-
-def make_model(folder: Path, num_layers: int, width: int) -> Path:
-    """The starter with a larger transformer of random weights."""
-    import shutil
-
-    import torch
-    from diffusers import QwenImageTransformer2DModel
-
-    shutil.copytree(PROJECT / "assets" / "starter", folder, ignore=shutil.ignore_patterns("transformer"))
-    text = json.loads((folder / "text_encoder" / "config.json").read_text())["text_config"]["hidden_size"]
-    torch.manual_seed(0)
-    module = QwenImageTransformer2DModel(
-        num_layers=num_layers, num_attention_heads=width // 128, joint_attention_dim=text
-    )
-    module.to(torch.bfloat16).save_pretrained(folder / "transformer")
-    return folder
+        flags = ("--dataset_base_path", str(SET), "--max_pixels", "16384", "--max_steps", str(steps), "--dataset_repeat", "100",
+                 "--batch_size", "4", "--lora_rank", "16")  # fmt: skip
+        curves = []
+        for name, more in (("bf16", ()), ("fp8", ("--fp8_models", "dit,text_encoder"))):
+            said = train(Path(folder) / name, *flags, *more, data=Path(folder))
+            curves.append([event["loss"] for event in said if event["event"] == "step"])
+        apart = [abs(one - other) / one for one, other in zip(*curves, strict=True)]
+        means = [statistics.mean(curve[-20:]) for curve in curves]
+        say(
+            "loss over FP8 against bf16, each step",
+            f"median {statistics.median(apart):.2%}, largest {max(apart):.2%} of it",
+        )
+        say("mean of the last 20 steps", f"{means[0]:.4f} in bf16, {means[1]:.4f} over FP8")
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or ["step", "start", "index"]:
-        {"step": step, "start": start, "index": index, "ladder": ladder}[name]()
+    from training_ladder import ladder, optimizers
+
+    known = {
+        "step": step,
+        "pause": pause,
+        "start": start,
+        "index": index,
+        "peak": peak,
+        "fp8": fp8,
+        "ladder": ladder,
+        "optimizers": optimizers,
+    }
+    for name in sys.argv[1:] or list(known)[:6]:
+        known[name]()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from random import Random
 
 import torch
 
+from backend.engine import memory
 from backend.schema.messages import Trouble
 from backend.schema.places import places
 from backend.training.base import Base, part_digest
@@ -232,6 +232,5 @@ def split_off(source: Source, share: float, *, seed: int) -> list[int]:
 
 
 def free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    """Gives back what nothing refers to any more, to the card and to the system."""
+    memory.give_back("cuda" if torch.cuda.is_available() else "cpu")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from backend.engine import memory
 from backend.training.batches import Batch
 from backend.training.checkpoint import State, random_state, save_result, save_state, set_random_state
 from backend.training.loop import one_step
@@ -62,28 +63,27 @@ def _peak(run: Run, work: Callable[[], None]) -> int:
         torch.cuda.reset_peak_memory_stats(run.device)
         work()
         return torch.cuda.max_memory_reserved(run.device)
-    with _Watch() as watch:
+    with _Watch(run.device) as watch:
         work()
-    return watch.highest
+    return watch.peak.look()
 
 
 class _Watch:
-    """The highest resident size of this process while it is open."""
+    """The highest memory while it is open, for systems that do not keep count themselves looked up every few milliseconds."""
+
+    def __init__(self, device: torch.device):
+        self.peak, self.open = memory.Peak(device), True
+        self.thread = threading.Thread(target=self._look, daemon=True)
 
     def __enter__(self) -> _Watch:
-        import psutil
-
-        self.process, self.highest, self.open = psutil.Process(), 0, True
-        self.thread = threading.Thread(target=self._look, daemon=True)
         self.thread.start()
         return self
 
     def _look(self) -> None:
         while self.open:
-            self.highest = max(self.highest, self.process.memory_info().rss)
-            time.sleep(0.005)
+            self.peak.look()
+            time.sleep(0.02)
 
     def __exit__(self, *error) -> None:
-        self.highest = max(self.highest, self.process.memory_info().rss)
         self.open = False
         self.thread.join()

@@ -3,7 +3,7 @@
 A tiny model trains, saves at every third step, draws and encodes, in a forked process that gets SIGKILL at a random moment; the next round goes on from what is there, and a run that is complete is compared with the uninterrupted one, bit for bit, before
 the next begins with an empty cache. After every kill everything under a final name is read whole. Prints one JSON object: rounds,
 runs completed, how often the last event before the kill was of which phase, kills with a half-written state or file beside
-the whole ones, the most steps lost. Fails where anything is torn. A process of its own, for it forks.
+the whole ones, the most steps lost, kills that lost more than the steps between two saves. Fails where anything is torn. A process of its own, for it forks.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def main(folder: Path, rounds: int, seed: int = 0) -> dict:
     assert os.waitpid(forked(lambda: train(model, pictures, folder / "again")), 0)[1] == 0
     length, words = length + time.monotonic(), len(said(folder / "again"))
     whole = load_file(folder / "whole" / f"step-{STEPS}.safetensors")
-    chance, phases, complete, inside, lost = random.Random(seed), Counter(), 0, 0, 0
+    chance, phases, complete, inside, lost, over = random.Random(seed), Counter(), 0, 0, 0, 0
     run = folder / "run"
     shutil.rmtree(data / "cache")
     for number in range(rounds):
@@ -149,8 +149,8 @@ def main(folder: Path, rounds: int, seed: int = 0) -> dict:
         newest, events = check(run, data / "cache"), said(run)
         phases[moment(events[before:])] += 1
         made = max((event["step"] for event in events if event["event"] == "step"), default=0)
-        assert newest >= made // SAVE_STEPS * SAVE_STEPS - SAVE_STEPS
-        lost = max(lost, made - newest)
+        assert made - newest <= 2 * SAVE_STEPS  # those since the last save, and those made while it was being written
+        lost, over = max(lost, made - newest), over + (made - newest > SAVE_STEPS)
         if newest == STEPS:
             if not complete:
                 child = forked(lambda: train(model, pictures, run))
@@ -163,7 +163,14 @@ def main(folder: Path, rounds: int, seed: int = 0) -> dict:
             shutil.rmtree(run)
             shutil.rmtree(data / "cache")
     assert all(path.read_bytes() for path in pictures.iterdir()) and len(list(pictures.iterdir())) == 12
-    return {"rounds": rounds, "complete": complete, "phases": dict(phases), "inside": inside, "most_lost": lost}
+    return {
+        "rounds": rounds,
+        "complete": complete,
+        "phases": dict(phases),
+        "inside": inside,
+        "most_lost": lost,
+        "over": over,
+    }
 
 
 if __name__ == "__main__":
