@@ -37,10 +37,12 @@ class _Lazy(ModuleType):
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
-        if name in self.__dict__.get("_stand_ins", ()):
-            return self._stand_ins[name]
+        for answers in (self.__dict__.get("_stand_ins", {}), self.__dict__.get("_until_loaded", {})):
+            if name in answers:
+                return answers[name]
         self.__class__ = ModuleType
         self.__dict__.pop("_stand_ins", None)
+        self.__dict__.pop("_until_loaded", None)
         self.__spec__.loader.exec_module(self)
         return getattr(self, name)
 
@@ -59,10 +61,14 @@ def _add_lazily(name: str) -> ModuleType:
 @contextmanager
 def _without_compiler() -> Iterator[None]:
     # Both libraries ask torch._dynamo for decorators that matter to the compiler alone; the marks below are what it looks for.
+    if importlib.util.find_spec("torchao") is not None:  # both import it where it is installed, and it wants the compiler's insides
+        yield
+        return
     module = sys.modules.get("torch._dynamo") or _add_lazily("torch._dynamo")
     if not isinstance(module, _Lazy):
         yield
         return
+    module._until_loaded = {"is_compiling": _no}  # networks of diffusers ask at every call
     module._stand_ins = {
         "allow_in_graph": _as_it_is,
         "assume_constant_result": _marked_constant,
@@ -72,6 +78,10 @@ def _without_compiler() -> Iterator[None]:
         yield
     finally:
         module.__dict__.pop("_stand_ins", None)
+
+
+def _no() -> bool:
+    return False
 
 
 def _as_it_is(function):
