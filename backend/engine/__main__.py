@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from backend.engine import Cancelled
+from backend.engine import Cancelled, limits
 from backend.engine.wire import Wire
 from backend.schema.messages import Trouble
 
@@ -60,8 +60,7 @@ def _start(wire: Wire, *, fake: bool):
 def _prepare_process() -> None:
     """What torch and OpenMP read when they are loaded: fragments are kept small (not on Windows), idle threads sleep."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if sys.platform == "linux":
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    limits.grow_segments()
 
 
 def _answer(wire: Wire, worker, values: dict) -> None:

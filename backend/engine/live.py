@@ -48,10 +48,10 @@ def adapter_bytes(modules: Mapping[str, object]) -> int:
 
 
 @contextlib.contextmanager
-def measuring(pipeline, *, known_bytes: int = 0) -> Iterator[Measure]:
+def measuring(pipeline, *, known_bytes: int = 0, looks: bool = True) -> Iterator[Measure]:
     """What `pipeline` takes while this is open. `known_bytes`: of the same job as it was measured before; then nothing is looked at
-    where looking costs time."""
-    peak = Measure(pipeline.parts, pipeline.device, known_bytes=known_bytes)
+    where looking costs time. Nor is it without `looks`: compiled blocks cannot be looked into."""
+    peak = Measure(pipeline.parts, pipeline.device, known_bytes=known_bytes, looks=looks)
     pipeline.on_phase = peak.phase
     try:
         yield peak
@@ -63,7 +63,7 @@ def measuring(pipeline, *, known_bytes: int = 0) -> Iterator[Measure]:
 class Measure:
     """The highest live bytes of each phase of a job. Enter a phase by `phase(name)`, call `step()` after each step, `end()` at the end."""
 
-    def __init__(self, modules: Mapping[str, object], device: torch.device | str, *, known_bytes: int = 0):
+    def __init__(self, modules: Mapping[str, object], device: torch.device | str, *, known_bytes: int = 0, looks: bool = True):
         self.modules, self.device = modules, torch.device(device)
         self.by_phase: dict[str, int] = {}
         self._name, self._kept_bytes, self._steps = "", 0, 0
@@ -71,6 +71,7 @@ class Measure:
         self._counter = torch.get_device_module(self.device) if counts else None
         self._seen = None if counts else _Seen(self.device)
         self._known_bytes = 0 if counts else known_bytes
+        self._blind = not counts and (known_bytes > 0 or not looks)
 
     @property
     def highest_bytes(self) -> int:
@@ -83,7 +84,7 @@ class Measure:
 
     def phase(self, name: str) -> None:
         """What comes now is `name`, whose parts are where they compute; "" where a phase has ended."""
-        if self._known_bytes:
+        if self._blind:
             return
         self._look()
         self._name, self._steps = name, 0

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from backend.catalog import dxgi
 from backend.schema.messages import Trouble
 from backend.schema.vram import DTYPES, Card
 
@@ -140,9 +141,8 @@ def _card_memory(device: torch.device) -> tuple[int, int]:
         try:
             free, total = module.mem_get_info(device)
             if sys.platform == "win32":
-                free = min(
-                    free, _windows_budget(total) - reserved(device)
-                )  # beyond it Windows spills into shared memory
+                budget = dxgi.budgets().get(_card_name(device)) or _windows_budget(total)
+                free = min(free, budget - reserved(device))  # beyond it Windows spills into shared memory
             return total, max(0, free)
         except RuntimeError:
             pass  # some integrated XPUs have no such query

@@ -13,7 +13,7 @@ from backend import families
 from backend.catalog import beside, download, learnt
 from backend.catalog.identify import identify_model
 from backend.catalog.spec import ModelSpec
-from backend.engine import Cancelled, faster, light, live, memory, planning
+from backend.engine import Cancelled, faster, light, limits, live, memory, planning
 from backend.engine.pipeline import Pipeline
 from backend.engine.png import Previews, free_path, save_png
 from backend.engine.preview import Step
@@ -95,7 +95,7 @@ class Work:
         paths: list[Path] = []
         last = time.monotonic()
         kind = (learnt.kind_of(request), request.loras, bool(request.input_image))
-        with live.measuring(pipeline, known_bytes=self._peaks.get(kind, 0)) as peak:
+        with live.measuring(pipeline, known_bytes=self._peaks.get(kind, 0), looks=not request.compile) as peak:
             for number, picture in enumerate(
                 pipeline.draw(request, on_step=self._watcher(id, peak), should_stop=lambda: self.wire.should_stop(id))
             ):
@@ -235,6 +235,7 @@ class Work:
 
     def _load(self, id: str, spec: ModelSpec, fp8_products: bool) -> Pipeline:
         import_networks(spec.family)
+        limits.cap(self.device)
         told = 0.0
 
         def on_bytes(part: str, done: int, total: int) -> None:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from backend.schema.vram import Card
+from backend.catalog import dxgi
+from backend.schema.vram import DTYPES, Card
 
 MPS_DTYPES = ("float32", "float16", "bfloat16")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -31,7 +32,7 @@ def probe(*, reserve_bytes: int = 0, own_pids: Iterable[int] = ()) -> tuple[Card
     ram_total, ram_free = ram()
     memory = dict(ram_total_bytes=ram_total, ram_free_bytes=ram_free, reserve_bytes=reserve_bytes)
     cards = _nvidia(memory, frozenset(own_pids)) or _amd(memory) or _apple(memory)
-    return cards or (Card("cpu", cpu_name(), ram_total, ram_free, **memory),)
+    return cards or (Card("cpu", cpu_name(), ram_total, ram_free, dtypes=cpu_dtypes(), **memory),)
 
 
 def choose(cards: tuple[Card, ...], device: str) -> Card:
@@ -41,7 +42,7 @@ def choose(cards: tuple[Card, ...], device: str) -> Card:
             return card
     first = cards[0]
     ram_total, ram_free = first.ram_total_bytes, first.ram_free_bytes
-    return Card("cpu", cpu_name(), ram_total, ram_free, 0, 0, ram_total, ram_free)
+    return Card("cpu", cpu_name(), ram_total, ram_free, 0, 0, ram_total, ram_free, cpu_dtypes())
 
 
 def _nvidia(memory: dict, own_pids: frozenset[int]) -> tuple[Card, ...]:
@@ -56,7 +57,8 @@ def _nvidia(memory: dict, own_pids: frozenset[int]) -> tuple[Card, ...]:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
         order = visible(uuids, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        return tuple(_nvidia_card(pynvml, handles[at], f"cuda:{n}", memory, own_pids) for n, at in enumerate(order))
+        budgets = dxgi.budgets()
+        return tuple(_nvidia_card(pynvml, handles[at], f"cuda:{n}", memory, own_pids, budgets) for n, at in enumerate(order))
     except pynvml.NVMLError:
         return ()
     finally:
@@ -64,21 +66,22 @@ def _nvidia(memory: dict, own_pids: frozenset[int]) -> tuple[Card, ...]:
             pynvml.nvmlShutdown()
 
 
-def _nvidia_card(pynvml, handle, device: str, memory: dict, own_pids: frozenset[int]) -> Card:
+def _nvidia_card(pynvml, handle, device: str, memory: dict, own_pids: frozenset[int], budgets: dict[str, int]) -> Card:
     info = pynvml.nvmlDeviceGetMemoryInfo(handle)
     own = 0
     with contextlib.suppress(pynvml.NVMLError):
         for entry in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
             if entry.pid in own_pids and entry.usedGpuMemory:  # Windows does not tell it
                 own += entry.usedGpuMemory
-    return Card(
-        device,
-        _text(pynvml.nvmlDeviceGetName(handle)),
-        int(info.total),
-        int(info.free),
-        used_by_others_bytes=max(0, int(info.total) - int(info.free) - own),
-        **memory,
-    )
+    name, total, free = _text(pynvml.nvmlDeviceGetName(handle)), int(info.total), int(info.free)
+    others = max(0, total - free - own)
+    if name in budgets:  # Windows lets one program have no more than this
+        others, free = max(others, total - budgets[name]), min(free, budgets[name])
+    dtypes = DTYPES
+    with contextlib.suppress(pynvml.NVMLError, AttributeError):
+        if tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)) < (8, 0):
+            dtypes = tuple(one for one in DTYPES if one != "bfloat16")
+    return Card(device, name, total, free, used_by_others_bytes=others, dtypes=dtypes, **memory)
 
 
 def _text(value: str | bytes) -> str:
@@ -137,6 +140,15 @@ def cpu_name() -> str:
     return f"{name or 'CPU'} ({count} core{'s' if count != 1 else ''})"
 
 
+def cpu_dtypes(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
+    """In what networks can compute here, as the engine chooses: bfloat16 where the processor multiplies it, float16 nowhere."""
+    fast = sys.platform == "darwin"
+    if sys.platform == "linux":
+        flags = next((line for line in _text_of(cpuinfo).splitlines() if line.startswith("flags")), "").split()
+        fast = "avx512_bf16" in flags or "amx_tile" in flags
+    return tuple(name for name in DTYPES if name != "float16" and (fast or name != "bfloat16"))
+
+
 def _usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -191,8 +203,12 @@ def _cached(stat: Path, name: str) -> int:
 
 
 def _line(path: Path) -> str:
+    return _text_of(path).strip()
+
+
+def _text_of(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 

@@ -8,6 +8,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from backend.engine import limits
 from backend.schema.knobs import from_file_text, from_flags, from_values, to_file_text
 from backend.schema.messages import Trouble
 from backend.schema.places import places
@@ -65,6 +66,7 @@ def _with_output(config: TrainingConfig, **changes) -> TrainingConfig:
 def run_in(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[str]) -> int:
     # Threads that spin while they wait halve the speed of a busy machine; torch, loaded below, reads this once.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    limits.grow_segments()
     rank = int(os.environ.get("RANK", "0"))
     reporter = Reporter(folder, silent=rank != 0, table=config.output.enable_csv_log)
     try:

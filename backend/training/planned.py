@@ -8,7 +8,7 @@ import torch
 
 from backend.catalog import download
 from backend.catalog.plan import plan_here
-from backend.engine import memory
+from backend.engine import limits, memory
 from backend.schema.knobs import from_values, to_values
 from backend.schema.messages import Trouble
 from backend.schema.places import places
@@ -21,11 +21,14 @@ def with_plan(config, accelerator, reporter):
 
     Raises Trouble for a `vram` that is no amount, and where the run cannot fit.
     """
-    if not (config.memory.vram or "").strip():
+    wanted = (config.memory.vram or "").strip()
+    if not wanted:
+        limits.cap(accelerator.device)
         return config
     with accelerator.main_process_first():  # one downloads what is missing
         spec = find_base(config.model).spec
-    card = card_of(config.memory.vram, accelerator.device)
+    card = card_of(wanted, accelerator.device)
+    limits.cap(accelerator.device, most_bytes=None if wanted.lower() == "auto" else card.total_bytes)
     found = plan_here(spec, card, config, download.preferences(), user=places().user)
     settings = _shared(found.settings, accelerator)
     if found.verdict == "red":
