@@ -6,18 +6,33 @@ import contextlib
 import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from backend.catalog.spec import LoraSpec, ModelSpec
 from backend.schema.messages import Trouble
+from studio import again
 from studio.draw import facts
-from studio.pictures import is_inside, thumbnail
+from studio.faces import picture_of
 from studio.shelf import family_title, fits, lora_title, model_id
 from studio.studio import Studio
 from studio.words import count_words, notice, safe, size_words, when_words
 
 MOST_CARDS = 240
 MOST_METADATA = 80
+PARTS = {"dit": "the denoiser"}
+TRAINING = {  # settings that are told in the details, and how they are called there
+    "learning_rate": "Learning rate",
+    "max_steps": "Steps",
+    "num_epochs": "Epochs",
+    "batch_size": "Batch size",
+    "gradient_accumulation_steps": "Accumulated",
+    "customized_optimizer": "Optimizer",
+    "lr_scheduler": "Schedule",
+    "lr_warmup_steps": "Warm-up steps",
+    "max_pixels": "Pixels",
+    "lora_dropout": "Dropout",
+    "caption_dropout": "Caption dropout",
+    "seed": "Seed",
+}
 
 
 def searched(found: Sequence, text: str, studio: Studio) -> list:
@@ -63,13 +78,14 @@ def lora_cards(
 
 def _card(spec: LoraSpec, model_family: str, shown: str, studio: Studio, now: float) -> str:
     family = family_title(spec.family, studio)
-    rank = "–".join(str(r) for r in sorted({spec.ranks[0], spec.ranks[-1]})) if spec.ranks else "?"
-    line = f"{family}, rank {rank}, {size_words(spec.nbytes)}"
+    rank = "–".join(str(r) for r in sorted({spec.ranks[0], spec.ranks[-1]})) if spec.ranks else ""
+    kind = f"rank {rank}" if rank else ", ".join(spec.algorithms)
+    line = ", ".join(part for part in (family, kind, size_words(spec.nbytes)) if part)
     picture = picture_of(spec, studio)
     face = (
-        f'<img src="{picture}" alt="">' if picture else f'<span class="face">{safe(spec.path.stem[:1].upper())}</span>'
+        f'<img loading="lazy" src="{picture}" alt="">' if picture else f'<span class="face">{safe(spec.path.stem[:1].upper())}</span>'
     )
-    words = f'<span class="trigger">{safe(", ".join(spec.trigger_words[:3]))}</span>' if spec.trigger_words else ""
+    words = f'<span class="trigger">{safe(", ".join(spec.trigger_words[:3])) or "&nbsp;"}</span>'
     why = fits(spec, model_family, studio)
     mark = f'<span class="pill">{"does not fit" if spec.family else "unknown family"}</span>' if why else ""
     meta = ", ".join(
@@ -77,33 +93,9 @@ def _card(spec: LoraSpec, model_family: str, shown: str, studio: Studio, now: fl
     )
     return (
         f'<button type="button" class="card{" on" if str(spec.path) == shown else ""}{" dim" if why else ""}" data-do="pick" '
-        f'data-what="{safe(spec.path)}">{face}<span class="card-text"><b>{safe(lora_title(spec, studio))}</b>'
-        f"<span>{safe(line)}</span>{words}<small>{safe(meta)}</small>{mark}</span></button>"
+        f'data-what="{safe(spec.path)}" title="{safe(why)}">{face}<span class="card-text"><b>{safe(lora_title(spec, studio))}</b>'
+        f'<span>{safe(line)}</span>{words}<small title="{safe(meta)}">{safe(meta)}</small></span>{mark}</button>'
     )
-
-
-def picture_of(spec: LoraSpec, studio: Studio) -> str:
-    """The address of a LoRA's picture, or "": the one inside it, a sample of its run, or one of the same name beside it."""
-    for key in ("modelspec.thumbnail", "thumbnail", "ss_thumbnail"):
-        value = spec.metadata.get(key, "")
-        if value.startswith(("data:image/png;base64,", "data:image/webp;base64,", "data:image/jpeg;base64,")):
-            return safe(value)
-    beside = [spec.path.with_suffix(kind) for kind in (".png", ".jpg", ".jpeg", ".webp")]
-    found = next((path for path in (*_samples(spec, studio), *beside) if path.is_file()), None)
-    if found is None:
-        return ""
-    small = thumbnail(found, studio.places.cache)
-    return studio.address(small) if small != found else ""
-
-
-def _samples(spec: LoraSpec, studio: Studio) -> list[Path]:
-    """Sample pictures of the run that wrote the file: those of its very step first."""
-    if not is_inside(spec.path, (studio.places.runs,)):
-        return []
-    folder = spec.path.parent / "samples"
-    step = spec.metadata.get("steps", "")
-    own = [folder / f"step-{int(step):06d}" / "0.png"] if step.isdigit() else []
-    return [*own, *sorted(folder.glob("step-*/0.png"), reverse=True)]
 
 
 def _broken(entry: Trouble) -> str:
@@ -120,6 +112,8 @@ def lora_details(spec: LoraSpec | None, *, model_family: str, strengths: str, st
         return '<div class="stage empty small"><p>Choose a LoRA to see what it is.</p></div>'
     why = fits(spec, model_family, studio)
     verdict = notice(why, kind="warn") if why else notice("Fits the model chosen in Generate.", kind="good")
+    picture = picture_of(spec, studio)
+    face = f'<img class="detail-face" src="{picture}" alt="">' if picture else ""
     rows = [
         ("Family", family_title(spec.family, studio)),
         ("Kind", ", ".join(spec.algorithms)),
@@ -128,7 +122,7 @@ def lora_details(spec: LoraSpec | None, *, model_family: str, strengths: str, st
         ("Trigger words", ", ".join(spec.trigger_words)),
         ("Layers", count_words(spec.num_modules, "module")),
         ("Touches", ", ".join(spec.targets[:24])),
-        ("Parts", ", ".join(spec.components)),
+        ("Parts", ", ".join(PARTS.get(part, part.replace("_", " ")) for part in spec.components)),
         ("Trained by", spec.trainer),
         ("Base", spec.base),
         ("Layout", spec.dialect),
@@ -138,9 +132,17 @@ def lora_details(spec: LoraSpec | None, *, model_family: str, strengths: str, st
         ("Known by", "; ".join(spec.evidence)),
     ]
     return (
-        f"<h2>{safe(lora_title(spec, studio))}</h2>{verdict}{strengths}{facts(rows)}"
-        f"<details class='metadata'><summary>Metadata in the file ({len(spec.metadata)})</summary>{_metadata(spec)}</details>"
+        f'<div class="detail-head">{face}<div><h2>{safe(lora_title(spec, studio))}</h2>{verdict}</div></div>{strengths}{facts(rows)}'
+        f"{_training(spec)}<details class='metadata'><summary>Metadata in the file ({len(spec.metadata)})</summary>{_metadata(spec)}</details>"
     )
+
+
+def _training(spec: LoraSpec) -> str:
+    """How it was trained, as far as the file tells."""
+    values = again.settings_of(spec)
+    rows = [(label, values.get(name)) for name, label in TRAINING.items()]
+    told = [(label, f"{value:g}" if isinstance(value, float) else str(value)) for label, value in rows if value not in (None, "")]
+    return f'<h3 class="section">Training</h3>{facts(told)}' if told else ""
 
 
 def _metadata(spec: LoraSpec) -> str:

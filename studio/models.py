@@ -26,6 +26,7 @@ class ModelsTab:
     refresh: gr.Button
     cards: gr.HTML
     details: gr.HTML
+    actions: gr.Row
     buttons: dict[str, gr.Button]
     family: gr.Dropdown
     said: gr.HTML
@@ -34,7 +35,7 @@ class ModelsTab:
 
     @property
     def live_outputs(self) -> list:
-        return [self.cards, self.details, self.models, self.family, *self.buttons.values(), *self.tools.live_outputs]
+        return [self.cards, self.details, self.models, self.family, self.actions, *self.tools.live_outputs]
 
 
 def build(studio: Studio) -> ModelsTab:
@@ -45,27 +46,27 @@ def build(studio: Studio) -> ModelsTab:
             with gr.Row(elem_classes="fields search-row"):
                 search = gr.Textbox(
                     show_label=False, placeholder="Name, family, trigger word, trainer", elem_id="lora-search",
-                    scale=4, min_width=180, container=False,
+                    scale=3, min_width=180, container=False,
                 )  # fmt: skip
                 only = gr.Dropdown(
-                    [ALL, FITTING, *families], value=ALL, show_label=False, elem_id="lora-only", scale=3, min_width=180,
+                    [ALL, FITTING, *families], value=ALL, show_label=False, elem_id="lora-only", scale=3, min_width=280,
                     container=False,
                 )  # fmt: skip
                 refresh = gr.Button("Look again", size="sm", scale=0, min_width=100, elem_id="lora-refresh")
             region = live(name="lora-cards")
             gr.HTML('<h3 class="section">Models</h3>')
             models = live(name="model-cards")
-            made = tools.build()
+            made = tools.build(families)
         with gr.Column(scale=5, min_width=330, elem_classes="right"):
             said = gr.HTML("", elem_id="lora-said")
-            with gr.Row(elem_classes="actions"):
+            with gr.Row(elem_classes="actions", visible=False) as actions:
                 labels = {
                     "use": "Use in Generate",
                     "again": "Train again with these settings",
                     "discard": "Move to trash",
                 }
                 buttons = {
-                    name: gr.Button(words, size="sm", min_width=110, visible=False, elem_id=f"lora-{name}")
+                    name: gr.Button(words, size="sm", min_width=110, elem_id=f"lora-{name}")
                     for name, words in labels.items()
                 }
             details = live(name="lora-details")
@@ -73,7 +74,7 @@ def build(studio: Studio) -> ModelsTab:
                 [UNKNOWN, *families], value=UNKNOWN, visible=False, label="Family", elem_id="lora-family",
                 info="Where it was not recognised, or wrongly, say what it is for.",
             )  # fmt: skip
-    return ModelsTab(search, only, refresh, region, details, buttons, family, said, models, made)
+    return ModelsTab(search, only, refresh, region, details, actions, buttons, family, said, models, made)
 
 
 def model_family(studio: Studio) -> str:
@@ -89,8 +90,8 @@ def chosen(studio: Studio, wish: str) -> LoraSpec | None:
 def view(studio: Studio, tab: ModelsTab, choice: dict, seen: dict) -> tuple[list, dict]:
     """Updates for `tab.live_outputs`, and what was seen. The folders are read again when the tab, search or choice changes."""
     family = model_family(studio)
-    key = (choice["lora"], choice["search"], choice["only"], choice["looks"], family)
     at_work, tool_seen = tools.view(studio, seen)
+    key = (choice["lora"], choice["search"], choice["only"], choice["looks"], family, tools.written(tool_seen))
     if seen.get("key") == key:
         return [*[gr.skip()] * (len(tab.live_outputs) - len(at_work)), *at_work], seen | tool_seen
     found = shelf.loras(studio)
@@ -104,7 +105,7 @@ def view(studio: Studio, tab: ModelsTab, choice: dict, seen: dict) -> tuple[list
         cards.lora_details(spec, model_family=family, strengths=_strengths(spec), studio=studio),
         cards.model_cards(shelf.models(studio), studio),
         gr.update(visible=spec is not None, value=spec.family if corrected else UNKNOWN),
-        *[gr.update(visible=spec is not None)] * len(tab.buttons),
+        gr.update(visible=spec is not None),
         *at_work,
     ]
     return out, seen | {"key": key} | tool_seen

@@ -1,46 +1,97 @@
-"""How strongly a LoRA changes each block: the Frobenius norms of its deltas, with numpy and without forming a delta."""
+"""How strongly a LoRA changes each block: the Frobenius norms of its deltas at strength 1, with numpy and mostly without forming a delta."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 import numpy
 
 from backend.catalog.adapter import group, innermost, plain
 from backend.catalog.header import read_bytes, read_header
+from backend.catalog.lora_alphas import AlphaRules, alpha_rules
 from backend.catalog.spec import TensorAt
 from backend.schema.messages import Trouble
 
 MOST_BYTES = 2**31  # larger files are not read for a picture of bars
-_BLOCK = re.compile(r"(?:^|[._])((?:[a-z]+_)*(?:blocks?|layers?|resnets|attentions)(?:[._]\d+)+)", re.IGNORECASE)
+MOST_NUMBERS = 2**26  # of a change that has to be formed whole
+_BLOCK = re.compile(r"(?:^|[._])((?:[a-z]+_)*(?:blocks?|layers?|refiner|resnets|attentions)(?:[._]\d+)+)", re.IGNORECASE)
 _READ = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}
 
 
 def block_strengths(path: Path) -> list[tuple[str, float]]:
-    """(block, norm of all its deltas at strength 1) in the order of the network. Empty where the file is no plain LoRA.
+    """(block, norm of all its changes) in the order of the network. Empty where the file holds none that can be measured.
 
-    |B A| needs only the small products: |B A|^2 = trace((B^T B)(A A^T)).
+    Of a DoRA it is the low-rank part; what its magnitudes add depends on the model's weights.
     """
+    status = path.stat()
+    return list(_strengths(path, status.st_size, status.st_mtime_ns))
+
+
+@lru_cache(maxsize=64)
+def _strengths(path: Path, nbytes: int, modified: int) -> tuple[tuple[str, float], ...]:
     header = read_header(path)
     if sum(at.nbytes for at in header.tensors.values()) > MOST_BYTES:
-        return []
+        return ()
     modules, _ = group(header.tensors)
+    rules = alpha_rules(header.metadata, {}, tensors_say=any("alpha" in roles for roles in modules.values()))
     squares: dict[str, float] = {}
     for stem, roles in modules.items():
-        if not {"down", "up"} <= roles.keys() or "mid" in roles:
-            continue
         try:
-            down, up = (_matrix(header.tensors[roles[side]]) for side in ("down", "up"))
-            alpha = float(_matrix(header.tensors[roles["alpha"]]).reshape(-1)[0]) if "alpha" in roles else len(down)
-        except (Trouble, ValueError, IndexError):
+            square = _square({role: _Stored(header.tensors[key]) for role, key in roles.items()}, stem, rules)
+        except (Trouble, ValueError, IndexError, KeyError):
             continue
-        if down.shape[0] != up.shape[1] or not len(down):
-            continue
-        square = float(numpy.sum((up.T @ up) * (down @ down.T))) * (alpha / len(down)) ** 2
-        block = block_of(plain(stem))
-        squares[block] = squares.get(block, 0.0) + (square if numpy.isfinite(square) else 0.0)
-    return sorted(((name, square**0.5) for name, square in squares.items()), key=lambda pair: _order(pair[0]))
+        if square is not None and numpy.isfinite(square):
+            block = block_of(plain(stem))
+            squares[block] = squares.get(block, 0.0) + square
+    return tuple(sorted(((name, square**0.5) for name, square in squares.items()), key=lambda pair: _order(pair[0])))
+
+
+def _square(tensors: Mapping[str, _Stored], stem: str, rules: AlphaRules) -> float | None:
+    """The squared norm of one module's change, by its algorithm; None for one that is not measured."""
+
+    def scale(rank: int) -> float:
+        if "alpha" in tensors:
+            return float(tensors["alpha"].matrix().reshape(-1)[0]) / rank
+        return rules.scale((innermost(plain(stem)).name,), innermost(plain(stem)).component or "dit", rank)
+
+    found = None
+    if {"down", "up"} <= tensors.keys():
+        found = _pair(tensors) * scale(tensors["down"].shape[0]) ** 2
+    elif "hada_w1_a" in tensors and "hada_t1" not in tensors:
+        found = _hadamard(tensors) * scale(tensors["hada_w1_b"].shape[0]) ** 2
+    elif "lokr_t2" not in tensors and ("lokr_w1" in tensors or "lokr_w1_a" in tensors):
+        ranks = [tensors[f"lokr_{w}_b"].shape[0] for w in ("w2", "w1") if f"lokr_{w}_b" in tensors]
+        found = _half(tensors, "w1") * _half(tensors, "w2") * (scale(ranks[0]) if ranks else 1.0) ** 2
+    wholes = [float(numpy.sum(numpy.square(tensors[role].matrix()))) for role in ("diff", "diff_b") if role in tensors]
+    return found if not wholes else (found or 0.0) + sum(wholes)
+
+
+def _pair(tensors: Mapping[str, _Stored]) -> float:
+    """|up down|^2 = trace((up^T up)(down down^T)), with a core between them likewise: only the small products are made."""
+    down, up = tensors["down"].matrix(), tensors["up"].matrix()
+    if "mid" not in tensors:
+        return float(numpy.sum((up.T @ up) * (down @ down.T)))
+    core = tensors["mid"].values().reshape(*tensors["mid"].shape[:2], -1)  # (m, n, k) between up (o, m) and down (n, i)
+    inner = numpy.einsum("mnk,nN,MNk->mM", core, down @ down.T, core, optimize=True)
+    return float(numpy.sum((up.T @ up) * inner))
+
+
+def _hadamard(tensors: Mapping[str, _Stored]) -> float:
+    """A product element by element is formed whole."""
+    a, b, c, d = (tensors[f"hada_{name}"].matrix() for name in ("w1_a", "w1_b", "w2_a", "w2_b"))
+    if a.shape[0] * b.shape[1] > MOST_NUMBERS:
+        raise ValueError("too large")
+    return float(numpy.sum(numpy.square((a @ b) * (c @ d))))
+
+
+def _half(tensors: Mapping[str, _Stored], side: str) -> float:
+    """|w|^2 of one Kronecker factor; the norm of the product is the product of the norms."""
+    if f"lokr_{side}" in tensors:
+        return float(numpy.sum(numpy.square(tensors[f"lokr_{side}"].matrix())))
+    return _pair({"down": tensors[f"lokr_{side}_b"], "up": tensors[f"lokr_{side}_a"]})
 
 
 def block_of(stem: str) -> str:
@@ -52,17 +103,48 @@ def block_of(stem: str) -> str:
 
 
 def _order(name: str) -> tuple:
-    return tuple(int(part) if part.isdigit() else -1 for part in name.split(".")[1:]), name
+    """Double blocks before single ones, the way down before the way up, numbers as numbers, what lies outside last."""
+    kind, *numbers = name.split(".")
+    places = ("input", "down", "middle", "mid", "double", "noise", "context", "transformer", "layers", "single", "output", "up")
+    place = next((at for at, word in enumerate(places) if kind.startswith(word)), len(places) // 2)
+    return name == "other", place, kind, tuple(int(part) if part.isdigit() else -1 for part in numbers)
 
 
-def _matrix(at: TensorAt) -> numpy.ndarray:
-    """A stored tensor as a float32 matrix, everything behind the first axis flattened."""
-    data = read_bytes(at)
-    if at.dtype == "BF16":
-        values = (numpy.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
-    elif at.dtype in _READ:
-        values = numpy.frombuffer(data, _READ[at.dtype]).astype("<f4")
+class _Stored:
+    """A tensor in the file, read when it is asked for."""
+
+    def __init__(self, at: TensorAt):
+        self.at, self.shape = at, at.shape
+
+    def values(self) -> numpy.ndarray:
+        """float32, in its own shape. Raises ValueError for a dtype that is not read here."""
+        data = read_bytes(self.at)
+        if self.at.dtype == "BF16":
+            found = (numpy.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+        elif self.at.dtype in ("F8_E4M3", "F8_E5M2"):
+            found = _eighths(self.at.dtype)[numpy.frombuffer(data, "u1")]
+        elif self.at.dtype in ("I64", "I32"):
+            found = numpy.frombuffer(data, {"I64": "<i8", "I32": "<i4"}[self.at.dtype]).astype("<f4")
+        elif self.at.dtype in _READ:
+            found = numpy.frombuffer(data, _READ[self.at.dtype]).astype("<f4")
+        else:
+            raise ValueError(self.at.dtype)
+        return found.reshape(self.at.shape)
+
+    def matrix(self) -> numpy.ndarray:
+        """Everything behind the first axis flattened."""
+        return self.values().reshape(self.at.shape[0] if self.at.shape else 1, -1)
+
+
+@lru_cache(maxsize=2)
+def _eighths(dtype: str) -> numpy.ndarray:
+    """The 256 numbers of an 8-bit float: sign, 4 or 5 bits of exponent, 3 or 2 of mantissa, after the OCP 8-bit specification."""
+    mantissa_bits, bias = (3, 7) if dtype == "F8_E4M3" else (2, 15)
+    codes = numpy.arange(256)
+    exponents, fractions = (codes & 127) >> mantissa_bits, (codes & (2**mantissa_bits - 1)) / 2**mantissa_bits
+    sizes = numpy.where(exponents > 0, 1 + fractions, fractions) * 2.0 ** (numpy.maximum(exponents, 1) - bias)
+    if mantissa_bits == 3:
+        sizes[(codes & 127) == 127] = numpy.nan
     else:
-        raise ValueError(at.dtype)
-    rows = at.shape[0] if at.shape else 1
-    return values.reshape(rows, -1)
+        sizes[exponents == 31] = numpy.where(fractions[exponents == 31] == 0, numpy.inf, numpy.nan)
+    return numpy.where(codes & 128, -sizes, sizes).astype("<f4")

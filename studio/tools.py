@@ -25,13 +25,18 @@ TOOLS = {
 }
 # Which fields a tool has, besides the name of the file it writes.
 FIELDS = {
-    "convert": ("file", "layout"),
-    "merge": ("files", "strengths", "rank", "layout"),
-    "resize": ("file", "rank", "energy", "layout"),
+    "convert": ("file", "layout", "family"),
+    "merge": ("files", "strengths", "rank", "layout", "family"),
+    "resize": ("file", "rank", "energy", "layout", "family"),
     "bake": ("base", "files", "strengths"),
     "extract": ("tuned", "base", "rank", "layout"),
-    "metadata": ("file", "changes"),
+    "metadata": ("file", "changes", "strip"),
     "to_safetensors": ("path",),
+}
+RANKS = {  # what the rank means to each tool that has one
+    "merge": "0: exact, as large as all of them together.",
+    "resize": "0: by the share below.",
+    "extract": "0: 32.",
 }
 LAYOUTS = ("diffusers", "comfyui", "kohya")
 
@@ -40,6 +45,7 @@ LAYOUTS = ("diffusers", "comfyui", "kohya")
 class Tools:
     """The fold's components. `fields` in the order `arguments` takes their values."""
 
+    fold: gr.Accordion
     which: gr.Dropdown
     fields: dict[str, gr.components.Component]
     out: gr.Textbox
@@ -58,9 +64,9 @@ class Tools:
         return [self.state, self.cancel]
 
 
-def build() -> Tools:
-    """Lays the fold out."""
-    with gr.Accordion("Tools", open=False, elem_id="tools-fold", elem_classes="fold"):
+def build(families: list[tuple[str, str]]) -> Tools:
+    """Lays the fold out. `families`: (title, name) of each."""
+    with gr.Accordion("Tools", open=False, elem_id="tools-fold", elem_classes="fold") as fold:
         which = gr.Dropdown(list(TOOLS), value=next(iter(TOOLS)), label="What to do", elem_id="tool-which")
         fields = {
             "file": gr.Dropdown(label="LoRA", allow_custom_value=True, elem_id="tool-file"),
@@ -71,14 +77,20 @@ def build() -> Tools:
             "base": gr.Textbox(label="Base model", info="A folder or a file.", elem_id="tool-base"),
             "tuned": gr.Textbox(label="Tuned model", info="A folder or a file.", elem_id="tool-tuned"),
             "path": gr.Textbox(label="File", info="A .pt, .ckpt or .bin file.", elem_id="tool-path"),
-            "rank": gr.Number(
-                label="Rank", info="Empty: exact, or by the share below.", precision=0, elem_id="tool-rank"
+            "rank": gr.Number(label="Rank", precision=0, minimum=0, elem_id="tool-rank"),
+            "energy": gr.Number(
+                label="Share of the strength to keep", info="Such as 0.95; 0: by the rank.", minimum=0, maximum=1,
+                step=0.01, elem_id="tool-energy",
             ),
-            "energy": gr.Number(label="Share of the strength to keep", info="Such as 0.95.", elem_id="tool-energy"),
             "layout": gr.Radio(LAYOUTS, value="diffusers", label="Layout", elem_id="tool-layout"),
+            "family": gr.Dropdown(
+                [("As recognised", ""), *families], value="", label="Family", elem_id="tool-family",
+                info="Say it where the file does not tell.",
+            ),
             "changes": gr.Textbox(
                 label="Changes", lines=3, info="key=value sets, -key removes, one per line.", elem_id="tool-changes"
             ),
+            "strip": gr.Checkbox(label="Remove everything else", container=False, elem_id="tool-strip"),
         }
         for name, field in fields.items():
             field.visible = name in FIELDS["convert"]
@@ -89,7 +101,7 @@ def build() -> Tools:
             cancel = gr.Button("Cancel", size="sm", variant="stop", interactive=False, elem_id="tool-cancel")
         said = gr.HTML("", elem_id="tool-said")
         state = live(name="tool-state")
-    return Tools(which, fields, out, overwrite, run, cancel, said, state)
+    return Tools(fold, which, fields, out, overwrite, run, cancel, said, state)
 
 
 def arguments(title: str, name: str, overwrite: bool, values: dict, folder: Path) -> tuple[list[str], Path]:
@@ -107,10 +119,10 @@ def arguments(title: str, name: str, overwrite: bool, values: dict, folder: Path
         "resize": lambda: [values["file"], str(out)],
         "bake": lambda: [values["base"], *_pairs(values), "--out", str(out)],
         "extract": lambda: [values["tuned"], values["base"], str(out)],
-        "metadata": lambda: [values["file"], "--out", str(out), *_changes(values.get("changes") or "")],
+        "metadata": lambda: [values["file"], "--out", str(out), *_edits(values)],
         "to_safetensors": lambda: [values["path"], "--out", str(out)],
     }[kind]()
-    for option in ("rank", "energy", "layout"):
+    for option in ("rank", "energy", "layout", "family"):
         if option in FIELDS[kind] and values.get(option) not in (None, "", 0):
             words += [f"--{option}", str(values[option])]
     return [kind, *(["--overwrite"] if overwrite else []), *words], out
@@ -126,6 +138,13 @@ def _pairs(values: dict) -> list[str]:
     return [f"{file}:{strength}" for file, strength in zip(files, said or ["1"] * len(files), strict=True)]
 
 
+def _edits(values: dict) -> list[str]:
+    words = _changes(values.get("changes") or "")
+    if not words and not values.get("strip"):
+        raise Trouble("bad_value", "There is nothing to change.", hint="Write key=value or -key, or remove everything.")
+    return [*words, *(["--strip"] if values.get("strip") else [])]
+
+
 def _changes(text: str) -> list[str]:
     words = []
     for line in filter(None, map(str.strip, text.splitlines())):
@@ -138,6 +157,12 @@ def _changes(text: str) -> list[str]:
     return words
 
 
+def written(seen: dict) -> str:
+    """What the newest tool has written; another answer means that the folders are to be read again."""
+    now = seen.get("tool")
+    return f"{now.out} {now.said}" if now is not None and now.done else ""
+
+
 def view(studio: Studio, seen: dict) -> tuple[list, dict]:
     """Updates for `Tools.live_outputs`, and what was seen."""
     now = tool.read(studio.places)
@@ -146,11 +171,17 @@ def view(studio: Studio, seen: dict) -> tuple[list, dict]:
     if now is None:
         return ["", gr.update(interactive=False)], {"tool": now}
     if now.live:
-        html = f'<p class="sentence">{safe(now.tool)}: {safe(now.said or "starting")}</p>{progress(0, 0)}'
+        html = f'<p class="sentence">{safe(now.tool)}: {safe(now.said or "starting")}</p>{_bar(now.said)}'
     else:
         words = now.said or "It ended without a word."
         html = notice(words, kind="good" if now.done else "warn")
     return [html, gr.update(interactive=now.live)], {"tool": now}
+
+
+def _bar(said: str) -> str:
+    """The command says how far it is in per cent, a line at a time."""
+    percent = said.strip().removesuffix("%").strip()
+    return progress(int(percent), 100) if percent.isdigit() else progress(0, 0)
 
 
 def wire(studio: Studio, tab: Tools, redraw) -> None:
@@ -162,10 +193,13 @@ def wire(studio: Studio, tab: Tools, redraw) -> None:
         updates = []
         for name in tab.fields:
             more = {"choices": choices} if name in ("file", "files") else {}
+            if name == "rank":
+                more = {"info": RANKS.get(TOOLS[title], "")}
             updates.append(gr.update(visible=name in FIELDS[TOOLS[title]], **more))
         return updates
 
     tab.which.input(choose, tab.which, list(tab.fields.values()), **quick)
+    tab.fold.expand(choose, tab.which, list(tab.fields.values()), **quick)
     tab.which.focus(choose, tab.which, list(tab.fields.values()), **quick)
 
     def run(title: str, name: str, overwrite: bool, *values):

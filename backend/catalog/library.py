@@ -12,12 +12,14 @@ from types import ModuleType
 from backend.catalog import remembered
 from backend.catalog.header import read_layout
 from backend.catalog.identify import SHARD, identify_model
+from backend.catalog.lora_facts import THUMBNAILS
 from backend.catalog.lora_kind import lora_of
 from backend.catalog.remembered import Memory, lora_from_values, model_from_values, write_json
 from backend.catalog.spec import LoraSpec, ModelSpec
 from backend.schema.messages import Trouble
 
-LONGEST_VALUE = 48 * 1024  # of metadata kept in a listing; a small thumbnail fits, a large one does not
+LONGEST_VALUE = 48 * 1024  # of metadata kept in a listing
+MARK = 32  # characters kept of a picture: enough to say that there is one
 SKIPPED = ("checkpoints", "samples", "trash", "__pycache__", ".git", ".cache")
 DEPTH = 6
 CORRECTIONS = "lora_families.json"
@@ -94,7 +96,8 @@ def _corrected(entry: LoraSpec | Trouble, corrections: Mapping[str, str]) -> Lor
 
 def _lora(path: Path, families: tuple[ModuleType, ...]) -> LoraSpec:
     spec = lora_of(path, read_layout(path), families)
-    short = {key: value for key, value in spec.metadata.items() if len(value) <= LONGEST_VALUE}
+    kept = {key: value[:MARK] if key in THUMBNAILS else value for key, value in spec.metadata.items()}
+    short = {key: value for key, value in kept.items() if len(value) <= LONGEST_VALUE}
     return replace(spec, metadata=short)
 
 

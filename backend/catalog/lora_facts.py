@@ -9,6 +9,7 @@ from pathlib import Path
 
 LONGEST_JSON = 4 * 2**20  # longer values are thumbnails or garbage
 MOST_WORDS = 8
+THUMBNAILS = ("modelspec.thumbnail", "loft.thumbnail", "thumbnail", "ss_thumbnail")  # pictures as data URLs
 
 
 def table(metadata: Mapping[str, str], key: str) -> dict:

@@ -9,9 +9,9 @@ from types import ModuleType
 import torch
 
 from backend.catalog.adapter import Reading, group, plain, readings
+from backend.catalog.lora_alphas import alpha_rules
 from backend.catalog.lora_kind import families_of, named, outline_of
 from backend.catalog.names import Slot
-from backend.engine.lora_alpha import alpha_rules
 from backend.engine.lora_body import Body, Dense
 from backend.engine.lora_book import Book
 from backend.engine.lora_build import bias_body, check_whole, weight_body
@@ -42,7 +42,7 @@ class Content:
 def read_content(source: Source, book: Book) -> tuple[dict[str, Content], dict[str, str]]:
     """({own module: what changes it}, {what was left out: why}). Raises Trouble for an unusable file, or if nothing is known."""
     grouped, others = group(source.shapes)
-    rules = alpha_rules(source, tensors_say=any("alpha" in roles for roles in grouped.values()))
+    rules = alpha_rules(source.metadata, source.config, tensors_say=any("alpha" in roles for roles in grouped.values()))
     contents: dict[str, Content] = {}
     unused = dict.fromkeys(others, "is no adapter's tensor")
     for stem, roles in grouped.items():

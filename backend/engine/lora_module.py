@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from backend.catalog.adapter import innermost, plain
+from backend.catalog.lora_alphas import AlphaRules
 from backend.catalog.names import Slot
-from backend.engine.lora_alpha import AlphaRules, alpha_value, scale_of
+from backend.engine.lora_alpha import alpha_value, scale_of
 from backend.engine.lora_body import Body, placed, swapped
 from backend.engine.lora_source import Source
 from backend.schema.messages import Trouble

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from backend.catalog.adapter import BUNDLED, group, plain
+from backend.catalog.lora_alphas import alpha_rules
 from backend.catalog.lora_facts import trigger_words
 from backend.catalog.lora_kind import families_of, named, outline_of
 from backend.engine import lora_cold
-from backend.engine.lora_alpha import alpha_rules, warnings
+from backend.engine.lora_alpha import warnings
 from backend.engine.lora_body import Change
 from backend.engine.lora_build import changes_of
 from backend.engine.lora_module import Module
@@ -108,7 +109,7 @@ def _build(
     weight_of: Callable | None,
     result: ReadLora,
 ) -> None:
-    rules = alpha_rules(source, tensors_say=any("alpha" in roles for roles in grouped.values()))
+    rules = alpha_rules(source.metadata, source.config, tensors_say=any("alpha" in roles for roles in grouped.values()))
     notes: list[str] = list(result.notes)
     ranks: set[int] = set()
     alphas: set[float] = set()

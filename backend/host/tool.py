@@ -68,6 +68,13 @@ def cancel(places: Places) -> None:
     known = processes.from_file(_folder(places) / "process.json")
     if known is not None:
         processes.end_tree(known[0], grace_seconds=2.0, mark=_mark(places))
+        _clear_partial(known[1].get("out"))
+
+
+def _clear_partial(out: str | None) -> None:
+    """Where a process cannot be asked to tidy up (Windows), what it was writing is cleared away after it."""
+    for left in Path(out).parent.glob(f".{Path(out).name}.*.tmp") if out else ():
+        left.unlink(missing_ok=True)
 
 
 def _mark(places: Places) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import struct
 
 import numpy
 import pytest
+from PIL import Image
 
 from backend.catalog.spec import LoraSpec
 from backend.families import FAMILIES
@@ -60,6 +63,43 @@ def test_norms_equal_those_of_the_full_delta(tmp_path):
         stem = f"transformer_blocks.{block}.attn.to_q"
         delta = tensors[f"{stem}.lora_B.weight"][1] @ tensors[f"{stem}.lora_A.weight"][1] * (2.0 if block == 1 else 1.0)
         assert found[f"transformer_blocks.{block}"] == pytest.approx(float(numpy.linalg.norm(delta)), rel=1e-4)
+
+
+def test_norms_of_other_algorithms(tmp_path):
+    random = numpy.random.default_rng(1)
+
+    def some(*shape):
+        return random.standard_normal(shape).astype("<f4")
+
+    b = "transformer_blocks."
+    loha = [some(6, 2), some(2, 8), some(6, 2), some(2, 8)]
+    left, right_a, right_b = some(2, 4), some(3, 2), some(2, 5)
+    down, mid, up = some(2, 5, 1, 1), some(3, 2, 3, 3), some(7, 3, 1, 1)
+    a, c, whole = some(4, 6), some(5, 4), some(3, 4)
+    tensors = {f"{b}0.q.hada_{name}": value for name, value in zip(("w1_a", "w1_b", "w2_a", "w2_b"), loha, strict=True)}
+    tensors |= {f"{b}0.q.alpha": numpy.array(1.0, "<f4"), f"{b}1.q.lokr_w1": left, f"{b}1.q.alpha": numpy.array([1.0], "<f4")}
+    tensors |= {f"{b}1.q.lokr_w2_a": right_a, f"{b}1.q.lokr_w2_b": right_b, f"{b}2.q.lokr_w1": left, f"{b}2.q.lokr_w2": right_a}
+    tensors |= {f"{b}3.q.lora_down.weight": down, f"{b}3.q.lora_mid.weight": mid, f"{b}3.q.lora_up.weight": up, f"{b}4.q.diff": whole}
+    tensors |= {f"{b}5.q.lora_A.weight": a, f"{b}5.q.lora_B.weight": c, f"{b}5.k.diff": whole, f"{b}6.q.oft_blocks": some(2, 3, 3)}
+    said = {"lora_adapter_metadata": json.dumps({"transformer.lora_alpha": 8, "transformer.use_rslora": True})}
+    path = write_safetensors(tmp_path / "a.safetensors", {name: ("F32", value) for name, value in tensors.items()}, said)
+    found = dict(block_strengths(path))
+    tucker = numpy.einsum("om,mnyx,ni->oiyx", up[:, :, 0, 0], mid, down[:, :, 0, 0])
+    wanted = [
+        0.5 * (loha[0] @ loha[1]) * (loha[2] @ loha[3]), 0.5 * numpy.kron(left, right_a @ right_b), numpy.kron(left, right_a),
+        tucker * 8 / 2**0.5, whole,
+    ]  # fmt: skip
+    for block, delta in enumerate(wanted):
+        assert found[f"{b}{block}"] == pytest.approx(float(numpy.linalg.norm(delta)), rel=1e-4), block
+    both = float(numpy.linalg.norm(4 * c @ a)) ** 2 + float(numpy.linalg.norm(whole)) ** 2
+    assert found[f"{b}5"] == pytest.approx(both**0.5, rel=1e-4) and f"{b}6" not in found
+
+
+def test_eight_bit_factors_are_read(tmp_path):
+    a, c = numpy.array([[0x38, 0xC0], [0x30, 0x01]], "u1"), numpy.array([[0x40, 0x00], [0x38, 0x38], [0xB8, 0x48]], "u1")
+    values_a, values_c = [[1.0, -2.0], [0.5, 2**-9]], [[2.0, 0.0], [1.0, 1.0], [-1.0, 4.0]]
+    path = write_safetensors(tmp_path / "a.safetensors", {"layers.0.q.lora_A.weight": ("F8_E4M3", a), "layers.0.q.lora_B.weight": ("F8_E4M3", c)})
+    assert dict(block_strengths(path))["layers.0"] == pytest.approx(float(numpy.linalg.norm(numpy.array(values_c) @ values_a)))
 
 
 def test_bf16_is_read_and_blocks_are_in_order(tmp_path):
@@ -168,3 +208,34 @@ def test_a_used_lora_brings_its_trigger_word_and_a_row():
     assert rows == [("a", 0.5), ("b", 1.0)] and lora_rows.with_lora(rows, "a") == rows
     full = [(str(i), 1.0) for i in range(lora_rows.MOST_ROWS)]
     assert len(lora_rows.with_lora(full, "new")) == lora_rows.MOST_ROWS
+
+
+def test_pictures_inside_files_are_shown_small_and_strange_ones_are_not(studio):
+    def url(kind: str, data: bytes) -> str:
+        return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+    buffer = io.BytesIO()
+    Image.new("RGB", (900, 600), "teal").save(buffer, "PNG")
+    faces = {
+        "good": {"modelspec.thumbnail": url("png", buffer.getvalue())},
+        "broken": {"thumbnail": url("jpeg", b"no picture")},
+        "script": {"thumbnail": "data:image/svg+xml;base64,PHN2Zz4="},
+        "none": {},
+    }
+    for name, metadata in faces.items():
+        write_safetensors(studio.places.loras / f"{name}.safetensors", lora_tensors(), MADE_HERE | metadata)
+    found = {spec.path.stem: spec for spec in shelf.loras(studio)}
+    assert all(len(value) < 40 for value in found["good"].metadata.values())  # a listing holds no pictures
+    html = cards.lora_cards(list(found.values()), model_family="", shown="", studio=studio, now=0.0)
+    assert html.count("<img") == 1 and 'loading="lazy"' in html and "base64" not in html
+    kept = list((studio.places.cache / "thumbnails").glob("*.webp"))
+    assert len(kept) == 1 and Image.open(kept[0]).size == (256, 171)
+    details = cards.lora_details(found["good"], model_family="", strengths="", studio=studio)
+    assert "detail-face" in details and kept[0].name in details
+
+
+def test_details_tell_how_it_was_trained(studio):
+    said = MADE_HERE | {"config": json.dumps({"learning_rate": 0.0015, "max_steps": 240}), "ss_tag_frequency": "{"}
+    write_safetensors(studio.places.loras / "mine.safetensors", lora_tensors(), said)
+    html = cards.lora_details(shelf.loras(studio)[0], model_family="", strengths="", studio=studio)
+    assert "<dt>Learning rate</dt><dd>0.0015</dd>" in html and "<dt>Steps</dt><dd>240</dd>" in html

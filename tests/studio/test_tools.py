@@ -26,6 +26,10 @@ def test_fields_become_arguments():
     assert words[1:3] == ["/a:1", "/b:-0.5"]
     words, _ = tools.arguments("Edit the metadata", "d", False, {"file": "/a", "changes": "author=me\n-title"}, OUT)
     assert words[-4:] == ["--set", "author=me", "--remove", "title"]
+    words, _ = tools.arguments("Edit the metadata", "d", False, {"file": "/a", "strip": True}, OUT)
+    assert words[-1] == "--strip"
+    words, _ = tools.arguments("Convert to another layout", "d", False, {"file": "/a", "family": "flux"}, OUT)
+    assert words[-2:] == ["--family", "flux"]
 
 
 @pytest.mark.parametrize(
@@ -36,6 +40,7 @@ def test_fields_become_arguments():
         ("Convert to another layout", "", {"file": "/a"}),
         ("Merge several", "b", {"files": ["/a", "/b"], "strengths": "1"}),
         ("Edit the metadata", "b", {"file": "/a", "changes": "nonsense"}),
+        ("Edit the metadata", "b", {"file": "/a"}),
     ],
 )
 def test_a_field_that_cannot_be_is_a_sentence(title, name, values):

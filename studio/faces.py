@@ -1,0 +1,74 @@
+"""The picture of a LoRA: the one inside its file, a sample of its run, or one that lies beside it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import os
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+
+from backend.catalog.header import read_layout
+from backend.catalog.lora_facts import THUMBNAILS
+from backend.catalog.spec import LoraSpec
+from backend.schema.messages import Trouble
+from studio.pictures import is_inside, thumbnail
+from studio.studio import Studio
+from studio.words import safe
+
+PIXELS = 256  # of the longer side
+MOST_CHARACTERS = 8 * 2**20  # of a picture as text; honest ones are a hundredth of this
+MOST_PIXELS = 2**24
+BESIDE = (".png", ".preview.png", ".jpg", ".jpeg", ".webp")
+
+
+def picture_of(spec: LoraSpec, studio: Studio) -> str:
+    """The address of a LoRA's picture, "" where it has none."""
+    if any(spec.metadata.get(key, "").startswith("data:image/") for key in THUMBNAILS):
+        inside = _embedded(spec, studio.places.cache)
+        if inside is not None:
+            return safe(studio.address(inside))
+    beside = [spec.path.with_suffix(ending) for ending in BESIDE]
+    found = next((path for path in (*_samples(spec, studio), *beside) if path.is_file()), None)
+    if found is None:
+        return ""
+    small = thumbnail(found, studio.places.cache)
+    return safe(studio.address(small)) if small != found else ""
+
+
+def _embedded(spec: LoraSpec, cache: Path) -> Path | None:
+    """The picture in a file's header as a small file, made once; None where it cannot be read."""
+    key = hashlib.sha256(f"{spec.path}|{spec.modified}|{spec.nbytes}|inside".encode()).hexdigest()[:24]
+    target = cache / "thumbnails" / f"{key}.webp"
+    if target.exists():
+        return target
+    try:
+        metadata = read_layout(spec.path).metadata
+        url = next(metadata[name] for name in THUMBNAILS if metadata.get(name, "").startswith("data:image/"))
+        data = base64.b64decode(url.partition(",")[2][:MOST_CHARACTERS])
+        with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as picture:
+            if picture.width * picture.height > MOST_PIXELS:
+                return None
+            small = picture.convert("RGB")
+        small.thumbnail((PIXELS, PIXELS), Image.Resampling.LANCZOS)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, draft = tempfile.mkstemp(dir=target.parent, suffix=".part")
+        with os.fdopen(handle, "wb") as file:
+            small.save(file, "WEBP", quality=86)
+        Path(draft).replace(target)
+    except (Trouble, OSError, ValueError, SyntaxError, StopIteration, Image.DecompressionBombError):
+        return None
+    return target
+
+
+def _samples(spec: LoraSpec, studio: Studio) -> list[Path]:
+    """Sample pictures of the run that wrote the file: those of its very step first."""
+    if not is_inside(spec.path, (studio.places.runs,)):
+        return []
+    folder = spec.path.parent / "samples"
+    step = spec.metadata.get("steps", "")
+    own = [folder / f"step-{int(step):06d}" / "0.png"] if step.isdigit() else []
+    return [*own, *sorted(folder.glob("step-*/0.png"), reverse=True)]
