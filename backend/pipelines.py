@@ -11,9 +11,10 @@ pipe("a red apple", seed=0).save("image.png")
 
 from __future__ import annotations
 
+import inspect
 import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -21,70 +22,16 @@ import torch
 from PIL import Image
 
 from backend import families
-from backend.catalog import beside, download
-from backend.catalog.identify import identify_files
-from backend.catalog.spec import ModelSpec
+from backend.catalog import beside
+from backend.engine import diffsynth_words, faster, memory
+from backend.engine.model_config import ModelConfig, identify
 from backend.engine.pipeline import Pipeline
 from backend.engine.preview import Step
+from backend.schema.knobs import check as check_values
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest, LoraReceipt
-from backend.schema.vram import VramConfig
 
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Files, and where their weights are to lie.
-
-    Either `path` (a file, a list of shards, or a folder) or `model_id` with `origin_file_pattern` (wildcards; a list of them; a
-    trailing slash means the folder): looked for on this machine first, then downloaded. The eight fields of the four states are
-    those of `VramConfig`; dtypes may be torch's.
-    """
-
-    path: str | Path | Sequence[str | Path] | None = None
-    model_id: str | None = None
-    origin_file_pattern: str | Sequence[str] | None = None
-    download_source: str | None = None
-    local_model_path: str | Path | None = None
-    skip_download: bool | None = None
-    offload_device: str | torch.device | None = None
-    offload_dtype: torch.dtype | str | None = None
-    onload_device: str | torch.device | None = None
-    onload_dtype: torch.dtype | str | None = None
-    preparing_device: str | torch.device | None = None
-    preparing_dtype: torch.dtype | str | None = None
-    computation_device: str | torch.device | None = None
-    computation_dtype: torch.dtype | str | None = None
-
-    def files(self) -> list[Path]:
-        """The files (or folders) meant, all of them on this machine afterwards. Raises Trouble."""
-        if self.path is not None:
-            paths = [self.path] if isinstance(self.path, str | Path) else list(self.path)
-            for path in paths:
-                if not Path(path).exists():
-                    raise Trouble("missing_file", f"There is no file {path}.", hint="Check ModelConfig(path=...).")
-            return [Path(path) for path in paths]
-        if self.model_id is None:
-            raise Trouble("bad_value", "A ModelConfig needs `path`, or `model_id` with `origin_file_pattern`.")
-        patterns = self.origin_file_pattern or ""
-        found = []
-        for pattern in [patterns] if isinstance(patterns, str) else patterns:
-            found += download.resolve(
-                self.model_id,
-                pattern,
-                folders=[Path(self.local_model_path)] if self.local_model_path else [],
-                source=self.download_source,
-                offline=self.skip_download,
-            )
-        return found
-
-    def vram(self) -> VramConfig:
-        return VramConfig(**{name: _word(getattr(self, name)) for name in VramConfig.__dataclass_fields__})
-
-
-def _word(value) -> str | None:
-    return None if value is None else str(value).removeprefix("torch.")
 
 
 class ImagePipeline:
@@ -96,6 +43,7 @@ class ImagePipeline:
     def __init__(self, pipeline: Pipeline):
         self.pipeline = pipeline
         self.defaults = beside.request_defaults(pipeline.spec, self.family)
+        self.compile = False  # the transformer's repeated block, from the next picture on
 
     @classmethod
     def from_pretrained(
@@ -105,38 +53,32 @@ class ImagePipeline:
         model_configs: Iterable[ModelConfig] = (),
         tokenizer_config: ModelConfig | None = None,
         vram_limit: float | None = None,
+        compile: bool = False,
+        fp8_products: bool = False,
+        **others,
     ) -> ImagePipeline:
         """Loads what `model_configs` name, in any order and any selection of parts.
 
         `tokenizer_config` None: the tokenizer beside the parts, if there is one. `vram_limit`: GiB that weights may take on the
-        computing device for the *preparing* state; None is no limit, 0 prepares nothing.
+        computing device for the *preparing* state; None is no limit, 0 prepares nothing. `compile`: the transformer's repeated block, at its
+        first step. `fp8_products`: the transformer is stored in FP8 and multiplies in FP8; faster and less exact.
         """
-        spec, configs = cls._identify(model_configs)
+        diffsynth_words.refuse(others, diffsynth_words.FROM_PRETRAINED, _words(cls.from_pretrained), what="from_pretrained")
+        faster.check(memory.check_device(str(device)), compile=compile, fp8_products=fp8_products)
+        known = (cls.family,) if hasattr(cls, "family") else families.FAMILIES
+        spec, configs = identify(model_configs, known, lambda family: _pipeline_of(family).__name__)
         if not hasattr(cls, "family"):
             cls = _pipeline_of(spec.family)
         if tokenizer_config is not None:
-            spec = replace(spec, tokenizer=_folder(tokenizer_config.files()))
+            spec = replace(spec, tokenizer=tokenizer_config.folder())
         limit = None if vram_limit is None else int(vram_limit * GIB)
-        return cls(Pipeline(spec, dtype=torch_dtype, device=device, configs=configs, vram_limit_bytes=limit))
-
-    @classmethod
-    def _identify(cls, model_configs: Iterable[ModelConfig]) -> tuple[ModelSpec, dict[str, VramConfig]]:
-        parts, configs, spec = {}, {}, None
-        known = (cls.family,) if hasattr(cls, "family") else families.FAMILIES
-        for config in model_configs:
-            found = _found(_expanded(config.files()), known)
-            for name, part in found.parts.items():
-                if name in parts:
-                    raise Trouble(
-                        "bad_value", f"Two model configs bring the part {name}.", hint="Leave one of them out."
-                    )
-                parts[name], configs[name] = part, config.vram()
-            spec = found if spec is None or "dit" in found.parts else spec
-        if spec is None:
-            raise Trouble("bad_value", "model_configs is empty.", hint="Name at least the transformer's file.")
-        family = families.by_name(spec.family)
-        missing = tuple(name for name, part in family.PARTS.items() if part.needed and name not in parts)
-        return beside.completed(replace(spec, parts=parts, missing=missing, path=None), family), configs
+        made = cls(
+            Pipeline(
+                spec, dtype=torch_dtype, device=device, configs=configs, vram_limit_bytes=limit, fp8_products=fp8_products
+            )
+        )
+        made.compile = compile
+        return made
 
     def __getattr__(self, name: str):
         family = type(self).family
@@ -146,9 +88,14 @@ class ImagePipeline:
             return self.__dict__["pipeline"].parts.get(name) if "pipeline" in self.__dict__ else None
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
+    @property
+    def notes(self) -> list[str]:
+        """What is to be said about the last picture: what was cut off, done again for lack of memory, or computed less exactly."""
+        return self.pipeline.notes
+
     def __call__(
         self,
-        prompt: str,
+        prompt: str = "",
         negative_prompt: str = "",
         cfg_scale: float | None = None,
         input_image: Image.Image | str | Path | None = None,
@@ -156,12 +103,22 @@ class ImagePipeline:
         height: int | None = None,
         width: int | None = None,
         seed: int | None = None,
+        rand_device: str | torch.device = "cpu",
         num_inference_steps: int | None = None,
         tiled: bool | None = None,
+        tile_size: int | None = None,
+        tile_stride: int | None = None,
+        step_cache: float = 0.0,
         on_step: Callable[[Step], None] | None = None,
         progress_bar_cmd=None,
+        **others,
     ) -> Image.Image:
-        """One picture. What is None is the model's own default (for a seed: a random one)."""
+        """One picture. What is None is the model's own default (for a seed: a random one).
+
+        `rand_device`: where noise is drawn; on the CPU a seed means the same picture on every device. `tile_size` and `tile_stride` are latent
+        cells (8 pixels), and count where `tiled`. `step_cache`: above 0, steps that change little reuse an earlier one; faster, less exact.
+        """
+        diffsynth_words.refuse(others, diffsynth_words.CALL, _words(ImagePipeline.__call__), what="A picture")
         asked = {"guidance": cfg_scale, "height": height, "width": width, "num_inference_steps": num_inference_steps}
         values = {**self.defaults, **{name: value for name, value in asked.items() if value is not None}}
         request = GenerationRequest(
@@ -170,39 +127,84 @@ class ImagePipeline:
             seed=random.randrange(2**32) if seed is None else seed,
             denoising_strength=denoising_strength,
             input_image=str(input_image) if isinstance(input_image, str | Path) else None,
+            step_cache=step_cache,
+            compile=self.compile,
+            fp8_products=self.pipeline.fp8_products,
             **values,
         )
+        check_values(request)
+        self.pipeline.notes.clear()
         source = input_image if isinstance(input_image, Image.Image) else None
+        tiles = diffsynth_words.tiles(tile_size, tile_stride) if tiled and (tile_size or tile_stride) else tiled
+        noise = None if str(rand_device) == "cpu" else self._noise(request, rand_device)
         with _Progress(progress_bar_cmd, request.num_inference_steps, on_step) as step:
-            return next(self.pipeline.draw(request, source=source, on_step=step, tiled=tiled))
+            return next(self.pipeline.draw(request, source=source, on_step=step, tiled=tiles, noise=noise))
+
+    def _noise(self, request: GenerationRequest, device: str | torch.device) -> torch.Tensor:
+        device = memory.check_device(str(device))
+        generator = torch.Generator(device).manual_seed(request.seed)
+        shape = (1, *self.family.latent_shape(request.width, request.height))
+        return torch.randn(shape, generator=generator, device=device)
 
     def load_lora(
         self,
         module: torch.nn.Module,
-        lora_config: ModelConfig | str | Path | None = None,
+        lora_config: ModelConfig | str | Path | dict[str, torch.Tensor] | None = None,
         alpha: float = 1.0,
         hotload: bool | None = None,
         state_dict: dict[str, torch.Tensor] | None = None,
+        verbose: int = 0,
     ) -> LoraReceipt:
         """Adds a LoRA (a file, a ModelConfig, or a state dict) to `module`, one of this pipeline's parts, at strength `alpha`.
 
         `hotload` None: beside the weights where these are placed or stored in 8 bits or `enable_lora_hotloading` was called, else
-        fused into them. Returns what was matched; raises Trouble, and changes nothing, where nothing was.
+        fused into them. Returns what was matched, which `verbose` prints; raises Trouble, and changes nothing, where nothing was.
         """
         source = state_dict if state_dict is not None else lora_config
         if isinstance(source, ModelConfig):
             source = source.files()[0]
         if source is None:
             raise Trouble("bad_value", "load_lora needs a file or a state dict.")
-        return self.pipeline.add_lora(self._part_of(module), source, strength=alpha, hot=hotload)
+        receipt = self.pipeline.add_lora(self._part_of(module), source, strength=alpha, hot=hotload)
+        if verbose:
+            print(f"{receipt.name}: {receipt.layers_applied} of {receipt.layers_found} layers, {receipt.mode}")
+        return receipt
 
-    def clear_lora(self, module: torch.nn.Module | None = None) -> None:
+    def set_lora_strength(self, which: LoraReceipt | str | Path, alpha: float) -> LoraReceipt:
+        """A loaded LoRA (its receipt, path or name) at another strength; the file of a hot one is not read again."""
+        return self.pipeline.set_lora_strength(str(which) if isinstance(which, Path) else which, alpha)
+
+    def remove_lora(self, which: LoraReceipt | str | Path) -> None:
+        """Takes one LoRA off; the others stay as they are."""
+        self.pipeline.remove_lora(str(which) if isinstance(which, Path) else which)
+
+    def clear_lora(self, module: torch.nn.Module | None = None, verbose: int = 0) -> None:
         """Takes all LoRAs off again (of `module` only, if given); fused weights are read anew from their file, bit for bit."""
         self.pipeline.clear_loras(None if module is None else self._part_of(module))
+        if verbose:
+            print("All LoRAs are taken off." if module is None else f"All LoRAs of {self._part_of(module)} are taken off.")
 
-    def enable_lora_hotloading(self, module: torch.nn.Module | None = None) -> None:
-        """From now on LoRAs for `module` (or any part) act beside its weights unless `hotload=False` is said."""
+    def enable_lora_hotloading(self, module: torch.nn.Module | None = None) -> torch.nn.Module | None:
+        """From now on LoRAs for `module` (or any part) act beside its weights unless `hotload=False` is said. Returns `module`."""
         self.pipeline.prefer_hot(None if module is None else self._part_of(module))
+        return module
+
+    enable_lora_hot_loading = enable_lora_hotloading
+
+    def compile_pipeline(self, **options) -> None:
+        """As `from_pretrained(compile=True)`, later: the repeated block is compiled at the next picture. Takes DiffSynth's options at the
+        values that are true of it."""
+        diffsynth_words.refuse(options, diffsynth_words.COMPILE, diffsynth_words.COMPILE, what="compile_pipeline")
+        faster.check(self.pipeline.device, compile=True, fp8_products=False)
+        self.compile = True
+
+    def enable_vram_management(self, **_) -> None:
+        """An older way of DiffSynth's; raises Trouble with the way that works."""
+        raise Trouble(
+            "not_supported",
+            "Weights are placed while they are loaded, so there is nothing to switch on afterwards.",
+            hint="Give ModelConfig the states (offload_device=...) and from_pretrained a vram_limit.",
+        )
 
     def _part_of(self, module: torch.nn.Module) -> str:
         for name, part in self.pipeline.parts.items():
@@ -261,38 +263,14 @@ class StableDiffusion3Pipeline(ImagePipeline):
     family = families.by_name("sd3")
 
 
-def _found(files: list[Path], known: tuple[ModuleType, ...]) -> ModelSpec:
-    """What `files` hold; a model of another family than the pipeline's is called by its name."""
-    try:
-        return identify_files(files, known)
-    except Trouble as trouble:
-        if trouble.kind != "not_recognised" or len(known) != 1:
-            raise
-        try:
-            other = identify_files(files, families.FAMILIES)
-        except Trouble:
-            raise trouble from None
-        kind = _pipeline_of(other.family).__name__
-        sentence = f"{files[0].name} is of {other.title}; this pipeline is for {known[0].TITLE}."
-        raise Trouble("wrong_family", sentence, hint=f"Take {kind}, or another file.") from None
-
-
 def _pipeline_of(family: str) -> type[ImagePipeline]:
     return next(kind for kind in ImagePipeline.__subclasses__() if family == kind.family.NAME)
 
 
-def _expanded(paths: list[Path]) -> list[Path]:
-    """Folders replaced by the weight files in them, except where an index says which those are."""
-    return [file for path in paths for file in _inside(path)]
-
-
-def _inside(path: Path) -> list[Path]:
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
-    return [path] if not files or any(path.glob("*.index.json")) else files
-
-
-def _folder(paths: list[Path]) -> Path:
-    return paths[0] if paths[0].is_dir() else paths[0].parent
+def _words(function: Callable) -> list[str]:
+    """The settings that a function takes, by name."""
+    named = inspect.signature(function).parameters.values()
+    return [one.name for one in named if one.kind is one.POSITIONAL_OR_KEYWORD and one.name not in ("self", "cls")]
 
 
 class _Progress:

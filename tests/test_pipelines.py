@@ -32,6 +32,7 @@ image = pipe("a red apple", seed=0, num_inference_steps=20)
 image.save("image.jpg")
 pipe.clear_lora()
 """
+COMPILER = "\nimport sys\nassert 'torch._dynamo.eval_frame' not in sys.modules, 'the compiler was loaded'"
 
 
 def values(picture) -> numpy.ndarray:
@@ -76,7 +77,7 @@ def test_the_documented_block_runs_as_written(data):
     write_lora(pipe, data.root / "models" / "train" / "my_lora" / "epoch-4.safetensors")
     env = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_WAIT_POLICY": "PASSIVE"}
     done = subprocess.run(
-        [sys.executable, "-c", DOCUMENTED], cwd=data.root, env=env, capture_output=True, text=True, timeout=400
+        [sys.executable, "-c", DOCUMENTED + COMPILER], cwd=data.root, env=env, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stderr
     from PIL import Image
@@ -156,6 +157,95 @@ def test_loras_act_and_leave_without_a_trace(tiny_qwen, tmp_path, hotload):
         pipe.load_lora(pipe, path)
     with pytest.raises(Trouble):
         pipe.load_lora(pipe.dit)
+
+
+STATES = {
+    "resident": {},
+    "streamed from disk": {"offload_device": "disk", "onload_device": "disk", "preparing_device": "disk"},
+    "8 bits": {"offload_dtype": "float8_e4m3fn", "onload_dtype": "float8_e4m3fn", "preparing_dtype": "float8_e4m3fn"},
+}
+
+
+@pytest.mark.parametrize("states", STATES)
+def test_several_loras_whose_strength_changes_and_that_leave_one_by_one(tiny_qwen, tmp_path, states):
+    pipe = load(tiny_qwen, states=STATES[states], vram_limit=None if states != "streamed from disk" else 0)
+    draw = lambda: values(pipe("a cat", seed=0, num_inference_steps=2)).tolist()  # noqa: E731
+    one, other = (write_lora(pipe, tmp_path / f"{size}.safetensors", size=size) for size in (0.3, 0.2))
+    plain = draw()
+    first = pipe.load_lora(pipe.dit, one, alpha=0.5)
+    assert first.mode == ("cold" if states == "resident" else "hot")
+    alone = draw()
+    pipe.load_lora(pipe.dit, str(other))
+    together = draw()
+    assert plain != alone != together != plain
+    one.rename(tmp_path / "away")  # a strength needs no file where the LoRA is hot
+    if states != "resident":
+        assert pipe.set_lora_strength(first, 1.0).strength == 1.0 and draw() != together
+        pipe.set_lora_strength(first, 0.5)
+    assert draw() == together
+    (tmp_path / "away").rename(one)
+    pipe.remove_lora(other)
+    assert draw() == alone
+    pipe.clear_lora(pipe.dit)
+    assert draw() == plain
+    if states == "resident":  # the very bytes of the file again
+        from safetensors.torch import load_file
+
+        stored = load_file(tiny_qwen / "transformer" / "diffusion_pytorch_model.safetensors")
+        assert all(tensor.equal(stored[name]) for name, tensor in pipe.dit.state_dict().items())
+
+
+@pytest.mark.parametrize("states", ["resident", "streamed from disk"])
+def test_a_lora_of_the_text_encoder_changes_what_a_prompt_means_and_leaves(tiny_qwen, states):
+    import torch
+
+    pipe = load(tiny_qwen, states=STATES[states])
+    draw = lambda: values(pipe("a cat", seed=0, num_inference_steps=2)).tolist()  # noqa: E731
+    before, tensors = draw(), {}
+    for name, module in pipe.text_encoder.named_modules():
+        if name.endswith("q_proj"):
+            tensors[f"{name}.lora_A.weight"] = torch.ones(2, module.in_features)
+            tensors[f"{name}.lora_B.weight"] = torch.ones(module.out_features, 2)
+    receipt = pipe.load_lora(pipe.text_encoder, tensors, alpha=0.5)
+    assert receipt.layers_applied == receipt.layers_found == 2 and draw() != before
+    pipe.clear_lora()
+    assert draw() == before
+    with pytest.raises(Trouble, match="none of its"):
+        pipe.load_lora(pipe.text_encoder, {"nowhere.lora_A.weight": tensors.popitem()[1][:, :2]})
+
+
+def test_words_of_diffsynth_scripts_work_or_say_what_to_do(tiny_qwen, monkeypatch):
+    from backend.pipelines import ModelConfig, QwenImagePipeline
+
+    pipe = load(tiny_qwen)
+    asked = {"seed": 3, "num_inference_steps": 1}
+    plain = values(pipe("a cat", **asked))
+    carried = {"rand_device": "cpu", "tiled": False, "tile_size": 128, "tile_stride": 64, "edit_image": None, "kv_cache": None}
+    assert values(pipe("a cat", cfg_scale=4.0, progress_bar_cmd=lambda steps: steps, **carried, **asked)).tolist() == plain.tolist()
+    tiled = values(pipe("a cat", tiled=True, tile_size=6, tile_stride=4, **asked))
+    assert 0 < abs(tiled - plain).mean() < 25  # of random weights, whose tiles show
+    for word, sentence in (
+        ({"edit_image": "a picture"}, "edit_image is not supported"),
+        ({"exponential_shift_mu": 1.0}, "scheduler_config.json"),
+        ({"tiled": True, "tile_size": 8, "tile_stride": 9}, "tile_stride is 9"),
+        ({"num_inference_step": 3}, "Did you mean num_inference_steps"),
+        ({"cfg_scale": 50.0}, "the most is 20"),
+        ({"rand_device": "cuda:7"}, "cuda"),
+    ):
+        with pytest.raises(Trouble, match=sentence):
+            pipe("a cat", **word)
+    with pytest.raises(Trouble, match="vram_limit"):
+        pipe.enable_vram_management()
+    with pytest.raises(Trouble, match="processor_config"):
+        QwenImagePipeline.from_pretrained(device="cpu", model_configs=[], processor_config=ModelConfig(path="x"))
+    assert pipe.enable_lora_hot_loading(pipe.dit) is pipe.dit
+    pipe.compile_pipeline(mode="default", dynamic=True, compile_models=["dit"])
+    assert pipe.compile
+    with pytest.raises(Trouble, match="mode is torch's default"):
+        pipe.compile_pipeline(mode="max-autotune")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(Trouble, match="C\\+\\+ compiler"):
+        QwenImagePipeline.from_pretrained(device="cpu", model_configs=[ModelConfig(path="nowhere.safetensors")], compile=True)
 
 
 def test_input_pictures_may_be_pictures_or_files(tiny_qwen, tmp_path):

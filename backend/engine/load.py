@@ -100,12 +100,20 @@ def find_class(network: str) -> type:
 
 
 class _ParametersOnMeta(TorchFunctionMode):
-    """Storage that a constructor asks for without values goes to the meta device; computed tables stay real."""
+    """Storage that a constructor asks for without values goes to the meta device; computed tables stay real.
+
+    Parameters without memory are not filled with random numbers: on meta, torch does that by way of its whole compiler.
+    """
 
     empty = frozenset({torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full})
+    fills = frozenset({"normal_", "uniform_", "kaiming_uniform_"})  # by name: transformers puts functions of its own in their places
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if getattr(function, "__name__", "") in self.fills:
+            filled = args[0] if args else kwargs["tensor"]
+            if filled.is_meta:
+                return filled
         if function in self.empty and kwargs.get("device") is None:
             kwargs["device"] = "meta"
         return function(*args, **kwargs)

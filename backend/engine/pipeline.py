@@ -142,7 +142,7 @@ class Pipeline:
             return self.family.encode_image(self.parts, pixels, generator=generator).to(self.dtype)
 
     @torch.no_grad()
-    def decode(self, latents: torch.Tensor, *, tiled: bool | None = None) -> Image.Image:
+    def decode(self, latents: torch.Tensor, *, tiled: bool | tuple[int, int] | None = None) -> Image.Image:
         """The picture of latents (1, C, h, w); in tiles where asked, or where memory runs out without."""
         tiled = self.tiled_vae if tiled is None else tiled
         with self.using("vae"):
@@ -171,7 +171,7 @@ class Pipeline:
         on_step: Callable[[Step], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
         noise: torch.Tensor | None = None,
-        tiled: bool | None = None,
+        tiled: bool | tuple[int, int] | None = None,
     ) -> list[Image.Image]:
         """The pictures of `request`. Raises Cancelled within one step of `should_stop()`, Trouble otherwise."""
         return list(self.draw(request, on_step=on_step, should_stop=should_stop, noise=noise, tiled=tiled))
@@ -184,7 +184,7 @@ class Pipeline:
         should_stop: Callable[[], bool] | None = None,
         source: Image.Image | None = None,
         noise: torch.Tensor | None = None,
-        tiled: bool | None = None,
+        tiled: bool | tuple[int, int] | None = None,
     ) -> Iterator[Image.Image]:
         """As `generate`, one picture after the other. `noise` (1, C, h, w) replaces that of the first picture's seed, `source`
         the request's input picture.

@@ -1,0 +1,123 @@
+"""What the Python API is told about files: which they are, where their weights are to lie, and what model they make together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from backend import families
+from backend.catalog import beside, download
+from backend.catalog.identify import identify_files
+from backend.catalog.spec import ModelSpec
+from backend.schema.messages import Trouble
+from backend.schema.vram import VramConfig
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Files, and where their weights are to lie.
+
+    Either `path` (a file, a list of shards, or a folder) or `model_id` with `origin_file_pattern` (wildcards; a list of them; a
+    trailing slash means the folder): looked for on this machine first, then downloaded. The eight fields of the four states are
+    those of `VramConfig`; dtypes may be torch's.
+    """
+
+    path: str | Path | Sequence[str | Path] | None = None
+    model_id: str | None = None
+    origin_file_pattern: str | Sequence[str] | None = None
+    download_source: str | None = None
+    local_model_path: str | Path | None = None
+    skip_download: bool | None = None
+    offload_device: str | torch.device | None = None
+    offload_dtype: torch.dtype | str | None = None
+    onload_device: str | torch.device | None = None
+    onload_dtype: torch.dtype | str | None = None
+    preparing_device: str | torch.device | None = None
+    preparing_dtype: torch.dtype | str | None = None
+    computation_device: str | torch.device | None = None
+    computation_dtype: torch.dtype | str | None = None
+
+    def files(self) -> list[Path]:
+        """The files (or folders) meant, all of them on this machine afterwards. Raises Trouble."""
+        if self.path is not None:
+            paths = [self.path] if isinstance(self.path, str | Path) else list(self.path)
+            for path in paths:
+                if not Path(path).exists():
+                    raise Trouble("missing_file", f"There is no file {path}.", hint="Check ModelConfig(path=...).")
+            return [Path(path) for path in paths]
+        if self.model_id is None:
+            raise Trouble("bad_value", "A ModelConfig needs `path`, or `model_id` with `origin_file_pattern`.")
+        patterns = self.origin_file_pattern or ""
+        found = []
+        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+            found += download.resolve(
+                self.model_id,
+                pattern,
+                folders=[Path(self.local_model_path)] if self.local_model_path else [],
+                source=self.download_source,
+                offline=self.skip_download,
+            )
+        return found
+
+    def vram(self) -> VramConfig:
+        return VramConfig(**{name: _word(getattr(self, name)) for name in VramConfig.__dataclass_fields__})
+
+    def folder(self) -> Path:
+        """The folder meant, or that of the files."""
+        first = self.files()[0]
+        return first if first.is_dir() else first.parent
+
+
+def _word(value) -> str | None:
+    return None if value is None else str(value).removeprefix("torch.")
+
+
+def identify(
+    configs: Iterable[ModelConfig], known: tuple[ModuleType, ...], pipeline_of: Callable[[str], str]
+) -> tuple[ModelSpec, dict[str, VramConfig]]:
+    """The model that `configs` name together, in any order and any selection of parts, and how each part is to be placed.
+
+    `known`: the families it may be of; `pipeline_of`: what the pipeline of another family is called, for the one who took the wrong one.
+    """
+    parts, placed, spec = {}, {}, None
+    for config in configs:
+        found = _found(_expanded(config.files()), known, pipeline_of)
+        for name, part in found.parts.items():
+            if name in parts:
+                raise Trouble("bad_value", f"Two model configs bring the part {name}.", hint="Leave one of them out.")
+            parts[name], placed[name] = part, config.vram()
+        spec = found if spec is None or "dit" in found.parts else spec
+    if spec is None:
+        raise Trouble("bad_value", "model_configs is empty.", hint="Name at least the transformer's file.")
+    family = families.by_name(spec.family)
+    missing = tuple(name for name, part in family.PARTS.items() if part.needed and name not in parts)
+    return beside.completed(replace(spec, parts=parts, missing=missing, path=None), family), placed
+
+
+def _found(files: list[Path], known: tuple[ModuleType, ...], pipeline_of: Callable[[str], str]) -> ModelSpec:
+    """What `files` hold; a model of another family than the pipeline's is called by its name."""
+    try:
+        return identify_files(files, known)
+    except Trouble as trouble:
+        if trouble.kind != "not_recognised" or len(known) != 1:
+            raise
+        try:
+            other = identify_files(files, families.FAMILIES)
+        except Trouble:
+            raise trouble from None
+        sentence = f"{files[0].name} is of {other.title}; this pipeline is for {known[0].TITLE}."
+        raise Trouble("wrong_family", sentence, hint=f"Take {pipeline_of(other.family)}, or another file.") from None
+
+
+def _expanded(paths: list[Path]) -> list[Path]:
+    """Folders replaced by the weight files in them, except where an index says which those are."""
+    return [file for path in paths for file in _inside(path)]
+
+
+def _inside(path: Path) -> list[Path]:
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+    return [path] if not files or any(path.glob("*.index.json")) else files
