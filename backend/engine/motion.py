@@ -17,7 +17,7 @@ from torch import nn
 from backend.engine.quantize import has_special, is_float8
 from backend.engine.staging import Buffers, Fetcher, Order, Slot
 from backend.engine.stream import Layout, lay_out, views
-from backend.engine.units import Source, Unit, convert
+from backend.engine.units import Source, Unit, convert, stored_layout
 
 FACTOR = "_fp8_factor"  # the attribute of a layer that multiplies with codes
 _KEYS = itertools.count()  # no layer's key is ever another's
@@ -272,3 +272,9 @@ def cast_bytes(layer: Layer, stored: Layout) -> int:
         or factors[index] != 1.0
     ]
     return lay_out((computing[index].dtype, computing[index].shape) for index in changed).nbytes
+
+
+def cast_on_the_way(blocks: list[Unit], dtype: torch.dtype) -> int:
+    """The largest tensor of the file, in bytes, that is cast on the computing device before it waits there as `dtype`."""
+    pairs = [pair for unit in blocks for pair in zip(unit.raw.fields, stored_layout(unit, dtype).fields, strict=True)]
+    return max((raw.nbytes for raw, stored in pairs if raw.dtype != stored.dtype), default=0)

@@ -26,7 +26,7 @@ from backend.catalog.spec import PartSpec
 from backend.engine import load, memory
 from backend.engine.calls import Call, watch
 from backend.engine.held import Pass
-from backend.engine.motion import Motion, cast_bytes, find_layers, source_of
+from backend.engine.motion import Motion, cast_bytes, cast_on_the_way, find_layers, source_of
 from backend.engine.quantize import is_float8
 from backend.engine.residence import Residence
 from backend.engine.staging import most_that_fit
@@ -272,7 +272,8 @@ class Placement:
             return {unit.position for unit in blocks}
         sizes = [stored_layout(unit, preparing.dtype).nbytes for unit in blocks]
         used = memory.allocated(self.device) if self.device.type != "cpu" else 0
-        used += sum(unit.computing.nbytes for unit in self.units if not unit.block) + self._cast_bytes(preparing)
+        used += sum(unit.computing.nbytes for unit in self.units if not unit.block)
+        used += self._cast_bytes(preparing) + cast_on_the_way(blocks, preparing.dtype)
         fetched = max((source_of(unit).layout.nbytes for unit in blocks), default=0) * self.motion.staging
         picked = most_that_fit(sizes, self.limit_bytes, lambda chosen: used + (fetched if chosen < len(blocks) else 0))
         return {blocks[index].position for index in picked}

@@ -72,7 +72,8 @@ class Residence:
         else:
             for index, tensor in enumerate(tensors):
                 raw = self.read_one(unit, index)
-                raw = raw.to(state.device)
+                if raw.dtype != tensor.dtype:  # cast over there, a tensor at a time
+                    raw = raw.to(state.device)
                 factors[index], special[index] = convert(
                     raw, tensor, unit.on_disk.factors[index], unit.on_disk.special[index]
                 )

@@ -18,7 +18,7 @@ import torch
 from backend.catalog.spec import TensorAt
 from backend.schema.messages import Trouble
 
-ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
+ALIGNMENT = 256  # bytes: whole cache lines; and cuBLAS chooses its kernels by alignments up to this, so weights in a buffer compute as others do
 MOST_PIECES = 512  # of one scattered read; systems allow 1024
 
 
