@@ -155,12 +155,20 @@ def from_values(cls: type, values: dict[str, object], *, base=None):
     known = {item.name: item for item in knobs_of(cls)}
     for name in values:
         if name not in known:
+            _check_refused(cls, name)
             raise Trouble("unknown_setting", f"There is no setting called {name!r}.", hint=_nearest(name, known))
     config = base if base is not None else cls()
     for name, value in values.items():
         config = _replaced(config, known[name].path, _converted(known[name], value))
     check(config)
     return config
+
+
+def _check_refused(cls: type, name: str) -> None:
+    """Raises Trouble for a setting that another class has and `cls.REFUSED` says why it has not."""
+    reason = getattr(cls, "REFUSED", {}).get(name)
+    if reason:
+        raise Trouble("not_supported", reason, hint=f"Leave {name} out.")
 
 
 def _nearest(name: str, known) -> str:
@@ -251,6 +259,9 @@ class _Flags(argparse.ArgumentParser):
 
 def from_flags(cls: type, argv: Sequence[str], *, program: str = ""):
     """A config of `cls` from `--name value` flags; yes/no knobs are `--name` and `--no-name`. Unknown flags raise Trouble."""
+    for flag in argv:
+        if flag.startswith("--"):
+            _check_refused(cls, flag[2:].partition("=")[0])
     parser = _Flags(prog=program or None, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for item in knobs_of(cls):
         text = f"{item.help} [default: {_shown(item.default)}]".replace("%", "%%")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from backend.schema.knobs import section
 from backend.schema.training_inputs import DatasetSection, ModelSection, PriorSection
@@ -37,6 +38,13 @@ __all__ = [
 @dataclass(frozen=True)
 class TrainingConfig:
     """A run. `--name value` on the command line, a field in the form, a key in `config.json`: the same names."""
+
+    REFUSED: ClassVar[dict[str, str]] = {
+        "fp8_products": "FP8 products have no gradient, and their rounding would be learnt: training multiplies in bfloat16. "
+        "Storing frozen weights in FP8 is allowed (fp8_models).",
+        "step_cache": "Steps are reused while a picture is drawn; a training step has no earlier one to reuse.",
+        "compile": "Only drawing is compiled: adapters, checkpointing and moving weights change a training step's graph too often.",
+    }
 
     model: ModelSection = section(ModelSection, "Model")
     dataset: DatasetSection = section(DatasetSection, "Dataset")
