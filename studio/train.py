@@ -7,7 +7,7 @@ from pathlib import Path
 
 import gradio as gr
 
-from backend.host import runs
+from backend.host import card, runs
 from backend.schema.knobs import knobs_of, to_values
 from backend.schema.messages import Trouble
 from backend.schema.training import TrainingConfig
@@ -132,7 +132,10 @@ def build(studio: Studio) -> Train:
                 start = gr.Button("Start training", variant="primary", elem_id="train-start")
             said = gr.HTML("", elem_id="train-said")
             plan = live(name="train-plan")
-            made |= form.folds(TrainingConfig, config, skip=(*tuple(made), "output_path", "resume_from_checkpoint"))
+            alone = () if len(card.probe()) > 1 else ("devices",)
+            made |= form.folds(
+                TrainingConfig, config, skip=(*tuple(made), *alone, "output_path", "resume_from_checkpoint")
+            )
             with gr.Accordion("The same as a command", open=False, elem_id="command-fold", elem_classes="fold"):
                 command = gr.Code(
                     language="shell",

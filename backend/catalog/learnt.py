@@ -13,6 +13,7 @@ from backend.catalog.speed import device_key, write_json
 from backend.schema.request import GenerationRequest
 from backend.schema.vram import GIB, Card
 
+TRAINING = "train"
 KEPT = 20  # last runs per device and family
 LIMIT = 2 * GIB  # a correction beyond this means another cause than context and fragments
 

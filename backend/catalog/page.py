@@ -11,6 +11,7 @@ from backend.catalog.sizes import ModelSizes, sizes_of
 from backend.catalog.spec import ModelSpec
 from backend.catalog.speed import what_if
 from backend.schema.preferences import Preferences
+from backend.schema.request import GenerationRequest
 from backend.schema.vram import GIB, Card, VramPlan
 
 WHAT_IF_GIB = (8, 12, 16, 24, 48, 80)
@@ -62,7 +63,7 @@ def estimate_for_page(
         bars=tuple(_bar(phase, card) for phase in found.phases),
         headline=_headline(found, card),
         sentences=tuple(_priced(step) for step in found.steps),
-        last_time=_last_time(user, card, sizes),
+        last_time=_last_time(user, card, sizes, job),
         estimating=bool(sizes.estimating),
         guessed=bool(sizes.estimating),
     )
@@ -80,12 +81,16 @@ def _bar(phase, card: Card) -> Bar:
 
 
 def _headline(found: VramPlan, card: Card) -> str:
-    low, high = found.peak_low_bytes / GIB, found.peak_high_bytes / GIB
-    need = f"{low:.1f}" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f}-{high:.1f}"
+    low, high = _size(found.peak_low_bytes), _size(found.peak_high_bytes)
+    need = high if low == high else f"{low.removesuffix(' GiB')} to {high}"
     words = {
         "green": f"fits{_with(found)}", "amber": f"may just fit{_with(found)}", "red": "does not fit",
     }[found.verdict]  # fmt: skip
-    return f"Needs {need} of {card.total_bytes / GIB:.1f} GiB: {words}. {found.advice}".strip()
+    return f"Needs {need} of {_size(card.total_bytes)}: {words}. {found.advice}".strip()
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.0f} MiB"
 
 
 def _with(found: VramPlan) -> str:
@@ -102,11 +107,13 @@ def _priced(step) -> str:
     return f"{step.sentence} About {step.slowdown:.2g} times the seconds of that phase." if step.slowdown >= 1.05 else step.sentence
 
 
-def _last_time(user: Path, card: Card, sizes: ModelSizes) -> str:
+def _last_time(user: Path, card: Card, sizes: ModelSizes, job) -> str:
+    """Of the latest job of this kind on this device, if there was one: the most bytes of tensors alive at once."""
     if not card.measured:
         return ""
-    found = learnt.last(user / "measured.json", card, sizes.family)
-    return f"Last time: predicted {found[0] / GIB:.1f} GiB, measured {found[1] / GIB:.1f} GiB." if found else ""
+    kind = learnt.kind_of(job) if isinstance(job, GenerationRequest) else learnt.TRAINING
+    found = learnt.last(user / "measured.json", card, sizes.family, kind)
+    return f"Last time: predicted {_size(found[0])}, measured {_size(found[1])}." if found else ""
 
 
 def what_if_cards(card: Card, reserve_gib: float = 0.6) -> tuple[Card, ...]:

@@ -6,38 +6,61 @@ The estimate of seconds starts from these numbers (`catalog.speed`); without the
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from backend.catalog import speed
 from backend.catalog.speed import Speed
 from backend.engine import memory
-from backend.schema.places import places
+from backend.schema.places import Places, places
 
-LARGE = {"cpu": 1024}  # side of the matrices that are multiplied; on an accelerator OTHER
-OTHER = 8192
+# (tokens, width) of the transformer block that is timed; on an accelerator OTHER
+BLOCK = {"cpu": (1024, 512)}
+OTHER = (4096, 3072)
+HEAD = 64
+BETTER = 1.3  # the most that a large network gets out of a device beyond this small block; the estimate's range begins there
 COPIED_BYTES = {"cpu": 2**26}
 SECONDS = 0.4
 
 
 def measure(device: torch.device, *, file: Path | None = None) -> Speed:
-    """Sustained rates of `device`; the disk's by reading `file` (a model's, ideally one not read lately), else assumed."""
+    """Sustained rates of `device`: of a transformer block in the dtype that networks compute in there, of copies, and of the disk by
+    reading `file` (a model's), else assumed."""
     kind = device.type
-    side = LARGE.get(kind, OTHER)
     assumed = speed.ASSUMED_CPU if kind == "cpu" else speed.ASSUMED
-    a = torch.randn(side, side, device=device).to(torch.bfloat16 if kind != "mps" else torch.float16)
-    flops = 2 * side**3 / _seconds(lambda: a @ a, device)
+    flops = _block_rate(device, *BLOCK.get(kind, OTHER))
     count = COPIED_BYTES.get(kind, 2**28)
     source = torch.empty(count, dtype=torch.uint8, pin_memory=kind == "cuda")
     here = torch.empty(count, dtype=torch.uint8, device=device)
     link = assumed.link_bytes if kind == "cpu" else count / _seconds(lambda: here.copy_(source, non_blocking=True), device)
     other = torch.empty_like(here)
-    memory = 2 * count / _seconds(lambda: other.copy_(here), device)
+    inside = 2 * count / _seconds(lambda: other.copy_(here), device)
     disk = _disk(file) if file is not None else assumed.disk_bytes
-    return Speed(flops, min(link, disk) if kind == "cpu" else link, disk, memory, assumed.spread, measured=True)
+    return Speed(flops, min(link, disk) if kind == "cpu" else link, disk, inside, assumed.spread, measured=True)
+
+
+@torch.no_grad()
+def _block_rate(device: torch.device, tokens: int, width: int) -> float:
+    """Operations a second of attention and a feed-forward layer of four times the width, with what stands between them."""
+    x = torch.randn(1, tokens, width, device=device).to(memory.best_dtype(device))
+    weights = [torch.randn(rows, columns, device=device).to(x.dtype) / columns**0.5 for rows, columns in (
+        (3 * width, width), (width, width), (4 * width, width), (width, 4 * width),
+    )]  # fmt: skip
+
+    def block() -> torch.Tensor:
+        normed = F.layer_norm(x, (width,))
+        heads = F.linear(normed, weights[0]).view(1, tokens, 3, width // HEAD, HEAD).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*heads.unbind(0)).transpose(1, 2).reshape(1, tokens, width)
+        y = x + F.linear(mixed, weights[1])
+        return y + F.linear(F.gelu(F.linear(F.layer_norm(y, (width,)), weights[2]), approximate="tanh"), weights[3])
+
+    count = 2 * tokens * sum(weight.numel() for weight in weights) + 4 * tokens**2 * width
+    return BETTER * count / _seconds(block, device)
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
@@ -59,12 +82,20 @@ def _wait(device: torch.device) -> None:
 
 
 def _disk(file: Path) -> float:
-    """Bytes a second of reading up to 512 MiB of `file`, in pieces."""
-    start, count = time.monotonic(), 0
+    """Bytes a second of reading up to 512 MiB of `file`, in pieces; past the system's cache where it can be told to forget."""
     with file.open("rb", buffering=0) as source:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        start, count = time.monotonic(), 0
         while count < 2**29 and (piece := source.read(2**24)):
             count += len(piece)
-    return max(count / max(time.monotonic() - start, 1e-9), 1.0)
+        return max(count / max(time.monotonic() - start, 1e-9), 1.0)
+
+
+def largest_file(here: Places) -> Path | None:
+    """The largest model file that is here, if it is large enough to tell how fast the disk is."""
+    files = [path for path in here.models.rglob("*.safetensors") if path.stat().st_size >= 2**27] if here.models.is_dir() else []
+    return max(files, key=lambda path: path.stat().st_size, default=None)
 
 
 def main() -> None:
@@ -72,8 +103,9 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--file", type=Path, default=None, help="a large file on the disk that models lie on")
     said = parser.parse_args()
+    memory.set_threads()
     card = memory.probe(said.device)
-    found = measure(torch.device(card.device), file=said.file)
+    found = measure(torch.device(card.device), file=said.file or largest_file(places()))
     speed.remember(card, found, places().user / "calibration.json")
     print(f"{card.name}: {found.flops / 1e12:.2f} TFLOP/s, link {found.link_bytes / 1e9:.1f} GB/s, disk {found.disk_bytes / 1e9:.1f} GB/s")
 
