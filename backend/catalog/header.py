@@ -202,9 +202,9 @@ def _check_entries(path: Path, entries: dict, held: int) -> None:
     reached = 0
     for begin, end, name in spans:
         if begin < reached:
-            raise damaged(path, f"has overlapping tensors: {name!r} begins at {begin}, inside the one before it.")
+            raise damaged(path, f"has overlapping tensors: {name[:120]!r} begins at {begin}, inside the one before it.")
         if begin > reached:
-            raise damaged(path, f"has a hole of {begin - reached} bytes before tensor {name!r}.")
+            raise damaged(path, f"has a hole of {begin - reached} bytes before tensor {name[:120]!r}.")
         reached = end
     if reached > held:
         raise damaged(path, f"is cut off: its header promises {reached} bytes of data, the file holds {held}.")
