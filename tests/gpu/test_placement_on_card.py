@@ -1,28 +1,30 @@
-"""What of residence needs a card: the same answers in every state, transfers hidden behind computing, limits kept.
-
-Takes about two minutes; `python -m pytest tests/gpu -s` prints the figures.
-"""
+"""What of residence needs a card: the same answers in every state, limits and pinned RAM kept, FP8 cast exactly. `run.py` prints the figures."""
 
 from __future__ import annotations
 
-import time
-
+import numpy
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from torch import nn
 
-from backend.engine import load, memory, placement
+from backend import families
+from backend.catalog.identify import identify_model
+from backend.engine import load, memory, placement, quantize
+from backend.engine.pipeline import Pipeline
+from backend.schema.request import GenerationRequest
 from backend.schema.vram import VramConfig
 from tests.engine.small import inputs
 from tests.engine.test_placement_training import adapt
+from tests.families_exam_test import write_lora
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu]
 
 FP8 = "float8_e4m3fn"
 RAM = {"offload_device": "cpu", "onload_device": "cpu"}
 DISK = {"offload_device": "disk", "onload_device": "disk"}
+STORED_FP8 = {"offload_dtype": FP8, "onload_dtype": FP8, "preparing_dtype": FP8}
 CONFIGS = {
     "resident": {},
     "part offload": {"offload_device": "cpu"},
@@ -31,25 +33,21 @@ CONFIGS = {
     "disk to RAM, streamed": {"offload_device": "disk", "onload_device": "cpu", "preparing_device": "cpu"},
     "some stay": RAM,
     "some stay, the others from disk": DISK,
-    "FP8 on the card": {"offload_device": "cpu", "offload_dtype": FP8, "onload_dtype": FP8, "preparing_dtype": FP8},
-    "FP8 streamed": {
-        "offload_dtype": FP8,
-        "onload_dtype": FP8,
-        "preparing_dtype": FP8,
-        **RAM,
-        "preparing_device": "cpu",
-    },
+    "FP8 on the card": {"offload_device": "cpu", **STORED_FP8},
+    "FP8 streamed": {**RAM, **STORED_FP8, "preparing_device": "cpu"},
     "disk, FP8 stays": {**DISK, "preparing_dtype": FP8},
 }
 
 
-@pytest.fixture
-def device() -> torch.device:
-    return memory.check_device("auto")
-
-
 def on(device, values: dict) -> dict:
     return {name: value.to(device) for name, value in values.items()}
+
+
+def placed_on(device, module: nn.Module, part, config: dict, limit=None) -> placement.Placement:
+    """`limit`: bytes beside what the device holds already, as a user's limit is meant."""
+    if limit:
+        limit += memory.allocated(device) if device.type != "cpu" else 0
+    return placement.place(module, part, VramConfig(**config), vram_limit_bytes=limit, device=device)
 
 
 @pytest.mark.parametrize("limit", [None, 0, 200_000])
@@ -57,7 +55,7 @@ def on(device, values: dict) -> dict:
 def test_answers_and_gradients_are_the_resident_modules(small, device, name, limit):
     part, build = small()
     module = build()
-    placed = placement.place(module, part, VramConfig(**CONFIGS[name]), vram_limit_bytes=limit, device=device)
+    placed = placed_on(device, module, part, CONFIGS[name], limit)
     with torch.no_grad():
         first = module(**on(device, inputs()))
     placed.onload()
@@ -73,7 +71,7 @@ def test_answers_and_gradients_are_the_resident_modules(small, device, name, lim
     assert "FP8" in name or torch.equal(first, want)
     found = []
     for one in (module, plain.requires_grad_(False)):
-        added = adapt(one.to(device) if one is plain else one)
+        added = adapt(one)
         for adapter in added:
             adapter.data = adapter.data.to(device)
         one(**on(device, inputs(2))).float().square().mean().backward()
@@ -82,81 +80,97 @@ def test_answers_and_gradients_are_the_resident_modules(small, device, name, lim
     placed.close()
 
 
-class Wide(nn.Module):
-    """Eight blocks of 128 MiB."""
+@pytest.mark.parametrize("name", ["part offload", "streamed from RAM", "streamed from disk", "disk to RAM, streamed"])
+def test_pictures_are_the_resident_models_with_a_lora_beside_the_weights_too(tiny_qwen, tmp_path, device, name):
+    request = GenerationRequest(prompt="a red apple", width=64, height=64, num_inference_steps=2, seed=1)
+    pictures = {}
+    for config in ({}, CONFIGS[name]):
+        spec = identify_model(tiny_qwen, families.FAMILIES)
+        configs = dict.fromkeys(spec.parts, VramConfig(**config))
+        pipeline = Pipeline(spec, dtype=torch.bfloat16, device=device, configs=configs)
+        plain = numpy.asarray(pipeline.generate(request)[0])
+        pipeline.add_lora("dit", write_lora(pipeline, tmp_path / "lora.safetensors"), strength=0.7, hot=True)
+        pictures[len(pictures)] = plain, numpy.asarray(pipeline.generate(request)[0])
+        pipeline.close()
+    for resident, placed in zip(pictures[0], pictures[1], strict=True):
+        assert numpy.array_equal(resident, placed)
+    assert not numpy.array_equal(*pictures[0])
 
-    def __init__(self):
+
+class Wide(nn.Module):
+    """Eight blocks of one matrix; on a card 128 MiB each."""
+
+    def __init__(self, width: int):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8192, 8192, bias=False) for _ in range(8))
+        self.blocks = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(8))
 
     def forward(self, x):
         for block in self.blocks:
             for _ in range(2):
-                x = torch.nn.functional.rms_norm(block(x), (8192,))
+                x = torch.nn.functional.rms_norm(block(x), x.shape[-1:])
         return x
 
 
-def seconds_of(device, work, rounds: int = 5) -> float:
-    times = []
-    for _ in range(rounds + 1):
-        memory.synchronize(device)
-        begin = time.perf_counter()
-        work()
-        memory.synchronize(device)
-        times.append(time.perf_counter() - begin)
-    return sorted(times[1:])[rounds // 2]
+@pytest.fixture
+def wide(write_part, device):
+    """wide() -> a new `Wide` on meta; wide.part: where its weights are stored."""
+    width = 512 if device.type == "cpu" else 8192
+
+    def build():
+        with torch.device("meta"):
+            return Wide(width)
+
+    build.width, build.part = width, write_part(Wide(width), dtype=torch.bfloat16)
+    return build
 
 
-@pytest.mark.parametrize("tokens", [256, 2048, 16384])
-def test_a_streamed_step_costs_the_longer_of_computing_and_moving(write_part, device, tokens):
-    part = write_part(Wide(), dtype=torch.bfloat16)
-    x = torch.randn(tokens, 8192, dtype=torch.bfloat16, device=device)
-    figures = {}
-    with torch.no_grad():
-        for name, config in (("resident", {}), ("streamed", {**RAM, "preparing_device": "cpu"})):
-            with torch.device("meta"):
-                module = Wide()
-            placed = placement.place(module, part, VramConfig(**config), device=device)
-            placed.onload()
-            figures[name] = seconds_of(device, lambda module=module: module(x))
-            placed.close()
-    pinned = torch.empty(part.nbytes, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(part.nbytes, dtype=torch.uint8, device=device)
-    figures["moving"] = seconds_of(device, lambda: target.copy_(pinned, non_blocking=True))
-    longer = max(figures["resident"], figures["moving"])
-    print(f"{tokens} tokens: {figures}, streamed / longer {figures['streamed'] / longer:.2f}")
-    assert figures["streamed"] <= 1.15 * longer
-
-
-def test_the_peak_stays_below_the_limit(write_part, device):
-    part = write_part(Wide(), dtype=torch.bfloat16)
-    limit = part.nbytes // 2
-    with torch.device("meta"):
-        module = Wide()
+def test_the_peak_stays_below_the_limit(wide, device):
+    limit, module = wide.part.nbytes // 2, wide()
+    x = torch.randn(16, wide.width, dtype=torch.bfloat16, device=device)
+    x @ x.t()  # the products' own workspace is no part of it
     memory.give_back(device)
     before, peak = memory.allocated(device), memory.Peak(device)
-    placed = placement.place(module, part, VramConfig(**DISK), vram_limit_bytes=limit + before, device=device)
+    placed = placed_on(device, module, wide.part, DISK, limit)
     placed.onload()
-    x = torch.randn(16, 8192, dtype=torch.bfloat16, device=device)
     with torch.no_grad():
         for _ in range(3):
             module(x)
-    print(
-        f"limit {limit / 2**20:.0f} MiB, peak {(peak.look() - before) / 2**20:.0f} MiB, stay {placed.resident_blocks()}"
-    )
+    print(f"limit {limit >> 20} MiB, peak {(peak.look() - before) >> 20} MiB, stay {placed.resident_blocks()}")
     assert len(placed.resident_blocks()) == 2  # two of four that fit are staging
-    assert peak.look() - before <= limit + 8 * x.numel() * 2
+    if device.type != "cpu":  # the process' other memory comes and goes there
+        assert peak.look() - before <= limit + 16 * x.numel() * 2
+        placed.close()
+        memory.give_back(device)
+        assert memory.allocated(device) <= before
+    placed.close()
+
+
+def test_pinned_ram_is_little_more_than_the_part_and_given_back(wide, device):
+    if not memory.can_pin(device):
+        pytest.skip("nothing is pinned for this device")
+    memory.give_back(device)
+    before = memory.pinned(device)
+    placed = placed_on(device, wide(), wide.part, {**RAM, "preparing_device": "cpu"})
+    placed.onload()
+    held = memory.pinned(device) - before
+    print(f"{wide.part.nbytes >> 20} MiB in RAM, {held >> 20} MiB pinned")
+    assert device.type != "cuda" or wide.part.nbytes <= held <= 1.15 * wide.part.nbytes
+    assert all(unit.stored.buffer.is_pinned() for unit in placed.blocks)
     placed.close()
     memory.give_back(device)
-    assert memory.allocated(device) <= before + x.numel() * 4
+    assert memory.pinned(device) == before
 
 
-def test_torchs_own_cast_is_fast_enough(device):
-    """On a card torch casts FP8 itself: near the speed of its memory, so there is no kernel of ours."""
-    codes = torch.randint(0, 120, (1 << 28,), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
-    out = torch.empty(codes.shape, dtype=torch.bfloat16, device=device)
-    cast, copy = seconds_of(device, lambda: out.copy_(codes)), seconds_of(device, lambda: out.copy_(out.flip(0)))
-    print(
-        f"cast {codes.numel() / cast / 1e9:.0f} G numbers/s, a copy of as many bfloat16 {codes.numel() / copy / 1e9:.0f} G/s"
-    )
-    assert cast <= 1.5 * copy
+@pytest.mark.parametrize("name", quantize.FORMATS)
+def test_fp8_is_cast_and_rounded_on_the_card_as_on_the_cpu(device, name):
+    form = quantize.FORMATS[name]
+    codes = torch.arange(256, dtype=torch.uint8).view(form.dtype)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        there = quantize.cast(codes.to(device), torch.empty(256, dtype=dtype, device=device), factor=0.25)
+        here = quantize.cast(codes, torch.empty(256, dtype=dtype), factor=0.25)
+        assert torch.equal(there.cpu().nan_to_num(7.0, 8.0, 9.0), here.nan_to_num(7.0, 8.0, 9.0)), dtype
+    weight = torch.randn(300, 100, generator=torch.Generator().manual_seed(0)).mul(0.02).to(torch.bfloat16)
+    found = [torch.empty(weight.shape, dtype=form.dtype, device=where) for where in ("cpu", device)]
+    exponents = [quantize.store(weight.to(one.device), one) for one in found]
+    assert exponents[0] == exponents[1]
+    assert torch.equal(found[0].view(torch.uint8), found[1].cpu().view(torch.uint8))

@@ -1,0 +1,17 @@
+"""What the tests on a card share. `LOFT_CARD=cpu python -m pytest tests/gpu` runs them on the CPU, to see that they run at all; nothing is timed then."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from backend.engine import memory
+from tests.engine.conftest import small, write_part  # noqa: F401
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return memory.check_device(os.environ.get("LOFT_CARD", "auto"))
