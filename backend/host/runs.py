@@ -49,6 +49,10 @@ __all__ = [
     "stop_all",
 ]
 _starting = threading.Lock()
+LAUNCHER = (  # everything that it would otherwise ask a configuration of the user's for; port 0: any that is free
+    "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
+    "--main_process_port", "0",
+)  # fmt: skip
 
 
 def create(config: TrainingConfig, places: Places) -> Path:
@@ -93,13 +97,17 @@ def config_of(folder: Path) -> TrainingConfig:
 
 
 def command(folder: Path) -> list[str]:
-    """The argument list that `start` runs."""
-    return [sys.executable, "-m", "backend.training", str(folder)]
+    """The argument list that `start` runs: through the launcher where several devices train together."""
+    devices = config_of(folder).training.devices
+    launcher = [*LAUNCHER, "--num_processes", str(devices)] if devices > 1 else []
+    return [sys.executable, *launcher, "-m", "backend.training", str(folder)]
 
 
 def command_of(config: TrainingConfig) -> list[str]:
     """The argument list that trains the same by hand, from the project's folder."""
-    return ["accelerate", "launch", "-m", "backend.training", *to_flags(config)]
+    devices = config.training.devices
+    several = ["--multi_gpu", "--num_processes", str(devices)] if devices > 1 else []
+    return ["accelerate", "launch", *several, "-m", "backend.training", *to_flags(config)]
 
 
 def command_text(argv: Sequence[str], *, windows: bool | None = None) -> str:

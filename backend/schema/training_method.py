@@ -85,6 +85,9 @@ class TrainingSection:
         choices=("no", "bf16", "fp16"),
         level="advanced",
     )
+    devices: int = knob(
+        1, help="Devices of this machine that train together, each a share of every step.", low=1, high=1024, level="advanced"
+    )
     find_unused_parameters: bool = knob(
         False, help="Several processes: allow weights that take no part in a step.", level="advanced"
     )

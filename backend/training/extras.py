@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from types import ModuleType
 
@@ -28,6 +29,12 @@ def check_flags(config, family: ModuleType) -> None:
         raise Trouble(
             "bad_value", f"{title} is trained on text alone here; it has no processor of pictures (--processor_path).",
             hint="Leave --processor_path out; the tokenizer is --tokenizer_path.",
+        )  # fmt: skip
+    devices, processes = config.training.devices, int(os.environ.get("WORLD_SIZE", "1"))
+    if devices not in (1, processes):
+        raise Trouble(
+            "bad_value", f"{devices} devices are to train (--devices), but {processes} {'process was' if processes == 1 else 'processes were'} "
+            "started.", hint=f"accelerate launch --multi_gpu --num_processes {devices} -m backend.training …",
         )  # fmt: skip
     for name in listed(config.dataset.extra_inputs):
         _check_extra(name, config.training.task, title)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import math
 from collections.abc import Iterable
@@ -23,6 +24,8 @@ _NAMED = {
     "prodigy": "prodigyopt.Prodigy",
 }
 
+_ON_PYPI = {"pytorch_optimizer": "pytorch-optimizer"}  # where a package is called otherwise than it is imported
+
 
 def make_optimizers(weights: dict[str, torch.nn.Parameter], section) -> list[torch.optim.Optimizer]:
     """One optimizer, or two for muon: Muon on the matrices of blocks, AdamW for everything else.
@@ -39,6 +42,13 @@ def make_optimizers(weights: dict[str, torch.nn.Parameter], section) -> list[tor
         made = [_make("torch.optim.Muon", blocks, rates, section.weight_decay, arguments)] if blocks else []
         return made + ([_make("torch.optim.AdamW", rest, rates, section.weight_decay, {})] if rest else [])
     return [_make(_NAMED.get(name.lower(), name), weights, rates, section.weight_decay, arguments)]
+
+
+def check_optimizer(section) -> None:
+    """Raises Trouble for an optimizer that is none or is not installed, and for arguments that are no JSON: before anything is loaded."""
+    name = section.customized_optimizer.strip()
+    find_class(_NAMED.get(name.lower(), name))
+    _arguments(section.optimizer_args)
 
 
 def _is_block_matrix(name: str, weight: torch.Tensor) -> bool:
@@ -74,10 +84,12 @@ def find_class(dotted: str) -> type:
         )  # fmt: skip
     try:
         kind = getattr(importlib.import_module(package), name)
-    except ImportError:
+    except ImportError as error:
+        top = package.partition(".")[0]
+        why = "which is not installed" if importlib.util.find_spec(top) is None else f"which cannot be imported ({error})"
         raise Trouble(
-            "missing_package", f"The optimizer {dotted} needs the package {package.partition('.')[0]}, which is not installed.",
-            hint=f"Install it, or choose one of torch's own: {', '.join(list(_NAMED)[:6])}.",
+            "missing_package", f"The optimizer {dotted} needs the package {top}, {why}.",
+            hint=f"pip install {_ON_PYPI.get(top, top)}; or choose one that needs none: {', '.join(list(_NAMED)[:6])}.",
         ) from None  # fmt: skip
     except AttributeError:
         raise Trouble("bad_value", f"The module {package} has no optimizer {name}.") from None

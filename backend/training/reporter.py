@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import importlib.util
 import io
 import sys
 import time
@@ -130,8 +131,10 @@ def add_boards(reporter: Reporter, output, *, config: dict) -> None:
 def _package(module: str, package: str):
     try:
         return importlib.import_module(module)
-    except ImportError:
+    except ImportError as error:
+        lacking = importlib.util.find_spec(package) is None
+        why = "which is not installed" if lacking else f"which cannot be imported ({error})"
         raise Trouble(
-            "missing_package", f"Logging to {package} needs the package {package}, which is not installed.",
-            hint="Install it, or turn that logger off.",
+            "missing_package", f"Logging to {package} needs the package {package}, {why}.",
+            hint=f"pip install {package}; or turn that logger off.",
         ) from None  # fmt: skip

@@ -24,7 +24,7 @@ from backend.training.extras import check_flags, check_steps
 from backend.training.frozen import keeping
 from backend.training.learner import Learner, named_trainable
 from backend.training.material import Source, Wishes, fill_prompts, free_memory, prepare_source, split_off
-from backend.training.optimizers import Mean, make_optimizers
+from backend.training.optimizers import Mean, check_optimizer, make_optimizers
 from backend.training.quantised import Quantised, read_options
 from backend.training.reporter import Reporter
 from backend.training.run import Run, gather, lora_part, trained_parts
@@ -100,6 +100,7 @@ def make_loader(config, accelerator) -> Loader:
     with accelerator.main_process_first():  # one downloads what is missing, the others find it
         base = find_base(config.model)
     check_flags(config, base.family)
+    check_optimizer(config.training)
     trained, part, device = trained_parts(config), lora_part(config), accelerator.device
     dtype = _dtype(config, device)
     flowing = () if config.training.task.endswith(":data_process") else ("dit", *([part] if part else []))

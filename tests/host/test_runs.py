@@ -274,6 +274,8 @@ def test_the_command_trains_the_same_by_hand():
     assert words[:4] == ["accelerate", "launch", "-m", "backend.training"]
     assert from_flags(TrainingConfig, words[4:]) == config
     assert shlex.split(runs.command_text(words, windows=False)) == words
+    several = runs.command_of(from_values(TrainingConfig, {"devices": 3}))
+    assert several[2:7] == ["--multi_gpu", "--num_processes", "3", "-m", "backend.training"]
     assert '"/my pictures/it\'s"' in runs.command_text(words, windows=True)
 
 

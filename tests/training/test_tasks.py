@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -155,11 +156,19 @@ def test_columns_that_a_distillation_cannot_take_are_named(run_training, tmp_pat
     [
         (("--extra_inputs", "edit_image"), "cannot be trained with the input edit_image"),
         (("--extra_inputs", "seed"), "which the task sft does not use"),
+        (("--devices", "2"), "--multi_gpu --num_processes 2"),
+        (("--customized_optimizer", "prodigy"), "pip install prodigyopt"),
+        (("--customized_optimizer", "pagedadamw8bit"), "pip install bitsandbytes"),
+        (("--enable_tensorboard_log",), "pip install tensorboard"),
+        (("--enable_wandb_log",), "pip install wandb"),
+        (("--enable_swanlab_log",), "pip install swanlab"),
         (("--num_frames", "81"), "no 81 frames to train"),
         (("--processor_path", "Qwen/Qwen-Image-Edit:processor/"), "no processor of pictures"),
     ],
 )
-def test_flags_that_the_model_cannot_take_are_refused(run_training, tmp_path: Path, capsys, flags, words: str):
+def test_flags_that_cannot_be_followed_are_refused(run_training, tmp_path: Path, capsys, flags, words: str, monkeypatch):
+    for name in ("prodigyopt", "bitsandbytes", "tensorboard", "wandb", "swanlab"):
+        monkeypatch.setitem(sys.modules, name, None)  # as where it is not installed
     assert run_training(tmp_path / "run", *BASE, *flags) == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "run" / "checkpoints").exists()
