@@ -113,7 +113,8 @@ def _device(level: str, name: str) -> torch.device:
 
 
 def check_states(states: States) -> None:
-    """Raises Trouble where a state is nearer to computing than the one after it, or computes in what nothing computes in."""
+    """Raises Trouble where a state is nearer to computing than the one after it, computes in what nothing computes in, or is in a dtype that the
+    computing device cannot take."""
     computing = states.computation
     if is_float8(computing.dtype):
         raise _refused(
@@ -121,6 +122,12 @@ def check_states(states: States) -> None:
             "Store in FP8 (preparing_dtype, onload_dtype) and compute in bfloat16.",
         )
     ordered = [(level, getattr(states, level)) for level in LEVELS]
+    for level, state in ordered:
+        if computing.device.type == "mps" and state.dtype is not None and is_float8(state.dtype):
+            raise _refused(
+                f"{level}_dtype is {str(state.dtype).removeprefix('torch.')}, which Apple's GPUs (mps) cannot take.",
+                "Store in bfloat16 or float16; blocks that do not fit can be streamed from disk.",
+            )
     for (level, state), (nearer, next_state) in pairwise(ordered):
         if state.rank > next_state.rank:
             raise _refused(
@@ -150,12 +157,17 @@ def check_files(part: PartSpec, states: States) -> None:
         raise Trouble(
             "vram_config",
             f"{path.name} is a pickle, and weights cannot be streamed out of one; {part.name} can only be left on disk as safetensors.",
-            hint=f"Convert it once: {CONVERT.format(path=path)}",
+            hint=f"Convert it once: {CONVERT.format(path=_quoted(path))}",
         )
 
 
 def _pickles(files: Iterable[Path]) -> list[Path]:
     return [path for path in files if path.suffix.lower() not in MAPPED_SUFFIXES]
+
+
+def _quoted(path: Path) -> str:
+    """As every shell takes it."""
+    return f'"{path}"' if " " in str(path) else str(path)
 
 
 def _refused(message: str, hint: str) -> Trouble:

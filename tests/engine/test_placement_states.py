@@ -75,6 +75,14 @@ def test_a_card_only_holds_weights_for_its_own_kind():
         states.check_states(States(plain, plain, card, State(torch.bfloat16, torch.device("mps"))))
 
 
+def test_eight_bits_do_not_reach_an_apple_gpu():
+    plain, codes = (State(dtype, CPU) for dtype in (torch.bfloat16, torch.float8_e5m2))
+    gpu = State(torch.bfloat16, torch.device("mps"))
+    states.check_states(States(plain, plain, gpu, gpu))
+    with pytest.raises(Trouble, match=r"onload_dtype is float8_e5m2, which Apple's GPUs"):
+        states.check_states(States(plain, codes, gpu, gpu))
+
+
 def test_a_limit_below_zero_is_refused():
     states.check_limit(None)
     states.check_limit(0)
@@ -88,4 +96,4 @@ def test_leaving_a_pickle_on_disk_offers_the_conversion():
     states.check_files(part, read())
     with pytest.raises(Trouble, match=r"old model\.ckpt is a pickle") as caught:
         states.check_files(part, read(offload_device="disk"))
-    assert "to_safetensors" in caught.value.hint and "old model.ckpt" in caught.value.hint
+    assert caught.value.hint.endswith(f'to_safetensors "{path}"')
