@@ -19,10 +19,11 @@ from backend.training.cache import Store, View, fill_latents, fill_texts, key_of
 from backend.training.captions import lines_of
 from backend.training.crops import cut, num_cuts
 from backend.training.dataset import Dataset, Item
-from backend.training.samples import EMPTY, EVERYDAY, draw_latents
+from backend.training.samples import EMPTY, EVERYDAY, draw_latents, num_at_once
 from backend.training.source import Source
 
 Parts = Callable[..., dict[str, torch.nn.Module]]
+PRIOR_STEPS = 12  # in which the pictures that are trained along are drawn
 
 
 @dataclass(frozen=True)
@@ -192,14 +193,19 @@ def _draw_missing(
     parts = load(["text_encoder", "dit"])
     device = next(parts["dit"].parameters()).device
     away = base.family.encode_text(parts, [EMPTY], device=device)[0]
-    for done, (key, (prompt, place)) in enumerate(missing.items()):
-        towards = base.family.encode_text(parts, [prompt], device=device)[0]
+    prompts = sorted({prompt for prompt, _ in missing.values()})
+    towards = {prompt: base.family.encode_text(parts, [prompt], device=device)[0] for prompt in prompts}
+    keys, count = list(missing), num_at_once(size)
+    for start in range(0, len(keys), count):
+        some = keys[start : start + count]
         latents = draw_latents(
-            base.family, parts, base.spec.scheduler, towards, away, seed=place, steps=12,
-            guidance=source.config.prior.prior_guidance, size=size, dtype=wishes.dtype,
+            base.family, parts, base.spec.scheduler, [towards[missing[key][0]] for key in some], away,
+            seeds=[missing[key][1] for key in some], steps=PRIOR_STEPS, guidance=source.config.prior.prior_guidance, size=size,
+            dtype=wishes.dtype,
         )  # fmt: skip
-        source.latent_store.put(key, {"latents": latents[0].float()})
-        wishes.progress(done + 1, len(missing))
+        for key, one in zip(some, latents, strict=True):
+            source.latent_store.put(key, {"latents": one.float()})
+        wishes.progress(start + len(some), len(keys))
 
 
 def fill_prompts(source: Source, base: Base, load: Parts, wishes: Wishes, prompts: list[str]) -> None:

@@ -94,7 +94,7 @@ def _draw_one(run: Run, step: int, number: int, prompt: str, strength: float, na
             towards, away = family.encode_text(parts, [prompt, EMPTY], device=run.device)
     seed = section.sample_seed + number
     latents = draw_latents(
-        family, parts, run.base.spec.scheduler, towards, away, seed=seed, steps=section.sample_inference_steps,
+        family, parts, run.base.spec.scheduler, [towards], away, seeds=[seed], steps=section.sample_inference_steps,
         guidance=section.sample_guidance, size=size, dtype=run.dtype,
     )  # fmt: skip
     if not run.first:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -11,7 +11,7 @@ import torch
 
 from backend.engine.pictures import to_picture
 from backend.engine.png import save_png
-from backend.engine.sampling import guided, noise, sample
+from backend.engine.sampling import noise, sample
 
 EMPTY = " "  # what guidance leads away from where there is no negative prompt
 
@@ -27,24 +27,39 @@ def draw_latents(
     family: ModuleType,
     parts: dict,
     scheduler: dict,
-    towards: dict,
+    towards: Sequence[dict],
     away: dict,
     *,
-    seed: int,
+    seeds: Sequence[int],
     steps: int,
     guidance: float,
     size: tuple[int, int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Latents (1, C, h, w) of one picture of `size` (height, width), by the same functions as the engine's pictures."""
+    """Latents (N, C, h, w) of pictures of `size` (height, width), by the same functions as the engine's: one for each encoding and seed."""
     height, width = size
     device = next(parts["dit"].parameters()).device
     parts = {**parts, "dit": Computing(parts["dit"], dtype)}
-    towards, away = ({name: value.to(dtype) for name, value in one.items()} for one in (towards, away))
-    denoise = guided(family, parts, towards, away, guidance, device=device, together=True)
-    generator = torch.Generator().manual_seed(seed)
-    x = noise(family.latent_shape(width, height), generator, device=device, dtype=dtype)
+    count, guiding = len(seeds), guidance > 1
+    encodings = [*towards, *[away] * count] if guiding else list(towards)
+    condition = family.collate(
+        [{name: value.to(dtype) for name, value in one.items()} for one in encodings], device=device
+    )
+
+    def denoise(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+        if not guiding:
+            return family.predict(parts, x, sigma, condition)
+        halves = family.predict(parts, torch.cat([x, x]), torch.cat([sigma, sigma]), condition)
+        return family.guide(*halves.chunk(2), guidance)
+
+    shape = family.latent_shape(width, height)
+    x = torch.cat([noise(shape, torch.Generator().manual_seed(seed), device=device, dtype=dtype) for seed in seeds])
     return sample(denoise, x, family.sigmas(scheduler, steps, width=width, height=height))
+
+
+def num_at_once(size: tuple[int, int]) -> int:
+    """How many pictures of `size` (height, width) are drawn together: small ones, which alone would not keep a device busy."""
+    return max(1, min(8, 2**18 // (size[0] * size[1])))
 
 
 class Computing:
