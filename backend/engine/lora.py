@@ -21,7 +21,16 @@ from torch import nn
 from backend.catalog.spec import PartSpec
 from backend.engine import lora_cold, lora_hot, placement
 from backend.engine.lora_body import Change
-from backend.engine.lora_loaded import FileOrTensors, Loaded, check_strength, family_of, modules_of, of_part
+from backend.engine.lora_loaded import (
+    FileOrTensors,
+    Loaded,
+    check_strength,
+    family_of,
+    is_called,
+    modules_of,
+    of_part,
+    receipt_of,
+)
 from backend.engine.lora_read import read_lora
 from backend.engine.lora_source import open_source
 from backend.schema.messages import Trouble
@@ -80,18 +89,7 @@ class Adapters:
         opened = open_source(source, name)
         found = read_lora(opened, self.modules, self.family, self.families, weight_of=self._base_of, first=part)
         modes = {part: self._is_hot(part, hot) for part in found.changes}
-        receipt = LoraReceipt(
-            name=opened.name,
-            path=str(opened.path or ""),
-            hash=opened.hash,
-            strength=strength,
-            mode="hot" if any(modes.values()) else "cold",
-            layers_applied=found.num_applied,
-            layers_found=found.num_found,
-            dialect=found.dialect,
-            unused=found.unused,
-            notes=found.notes,
-        )
+        receipt = receipt_of(opened, found, strength=strength, hot=any(modes.values()))
         names = {part: tuple(change.name for change in changes) for part, changes in found.changes.items()}
         kept = found.changes if any(modes.values()) or opened.path is None else None
         one = Loaded(opened.path or source, receipt, names, kept, modes)
@@ -189,13 +187,8 @@ class Adapters:
         return tuple(sorted(self.receipts, key=lambda receipt: order.get(receipt.path, len(order))))
 
     def _find(self, which: LoraReceipt | str) -> Loaded:
-        def known_as(receipt: LoraReceipt) -> bool:
-            if isinstance(which, str):
-                return bool(which) and which in (receipt.path, receipt.name, receipt.hash)
-            return (which.path, which.hash, which.name) == (receipt.path, receipt.hash, receipt.name)
-
         same = [one for one in self.loaded if one.receipt is which]
-        for one in same or [one for one in self.loaded if known_as(one.receipt)]:
+        for one in same or [one for one in self.loaded if is_called(one.receipt, which)]:
             return one
         name = which.name if isinstance(which, LoraReceipt) else which
         raise Trouble(

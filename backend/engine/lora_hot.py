@@ -12,7 +12,7 @@ cost about as much as one. What has no low-rank form acts as what it is:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -147,14 +147,20 @@ def adapted(kind: type[nn.Module]) -> type[nn.Module]:
     )
 
 
+def _near(layer: nn.Module, x: torch.Tensor) -> Branches:
+    """The branches beside `layer`, their matrices where and as its input is."""
+    branches = layer._adapters
+    up = branches.up
+    if up is not None and (up.dtype != x.dtype or up.device != x.device):
+        branches.on(x)
+    return branches
+
+
 def _forward_linear(kind: type[nn.Module]) -> Callable:
     base = kind.forward
 
     def forward(self, x, *args, **kwargs):
-        branches = self._adapters
-        up = branches.up
-        if up is not None and (up.dtype != x.dtype or up.device != x.device):
-            branches.on(x)
+        branches = _near(self, x)
         if branches.added:
             with _with_added(self, branches):
                 y = base(self, x, *args, **kwargs)
@@ -212,14 +218,8 @@ def _forward_conv(kind: type[nn.Module]) -> Callable:
     base = kind.forward
 
     def forward(self, x, *args, **kwargs):
-        branches = self._adapters
-        up = branches.up
-        if up is not None and (up.dtype != x.dtype or up.device != x.device):
-            branches.on(x)
-        if branches.added:
-            with _with_added(self, branches):
-                y = base(self, x, *args, **kwargs)
-        else:
+        branches = _near(self, x)
+        with _with_added(self, branches) if branches.added else nullcontext():
             y = base(self, x, *args, **kwargs)
         if branches.up is not None:
             inner = F.conv2d(x, branches.down, None, self.stride, self.padding, self.dilation)

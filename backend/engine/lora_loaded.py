@@ -12,6 +12,8 @@ from torch import nn
 
 from backend.catalog import parts
 from backend.engine.lora_body import Change
+from backend.engine.lora_read import ReadLora
+from backend.engine.lora_source import Source
 from backend.schema.messages import Trouble
 from backend.schema.request import LoraReceipt
 
@@ -27,6 +29,28 @@ class Loaded:
     names: dict[str, tuple[str, ...]]  # part -> parameters it changes
     changes: dict[str, list[Change]] | None = None
     hot: dict[str, bool] = field(default_factory=dict)  # part -> beside the weights, or in them
+
+
+def receipt_of(opened: Source, found: ReadLora, *, strength: float, hot: bool) -> LoraReceipt:
+    return LoraReceipt(
+        name=opened.name,
+        path=str(opened.path or ""),
+        hash=opened.hash,
+        strength=strength,
+        mode="hot" if hot else "cold",
+        layers_applied=found.num_applied,
+        layers_found=found.num_found,
+        dialect=found.dialect,
+        unused=found.unused,
+        notes=found.notes,
+    )
+
+
+def is_called(receipt: LoraReceipt, which: LoraReceipt | str) -> bool:
+    """Whether `which`, a path, a name, a hash or another receipt, means this one."""
+    if isinstance(which, str):
+        return bool(which) and which in (receipt.path, receipt.name, receipt.hash)
+    return (which.path, which.hash, which.name) == (receipt.path, receipt.hash, receipt.name)
 
 
 def modules_of(names: Iterable[str]) -> set[str]:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Part, Rule, Signature, SizeRule
+from backend.catalog.bfl_names import DOUBLE, ENDS, SINGLE, denoiser, double_blocks, embedders, single_norms
+from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Rule, Signature, SizeRule
 
 NAME = "flux"
 TITLE = "FLUX.1"
 WORDS = ("flux-1", "flux1", "flux.1", "lora_flux")
 
 PARTS = {
-    "dit": Part(
-        network="diffusers.models.transformers.transformer_flux:FluxTransformer2DModel",
-        folder="transformer",
-        phase="denoise",
-        blocks=("transformer_blocks", "single_transformer_blocks"),
-        prefixes=("model.diffusion_model.", "diffusion_model.", "transformer.", "model."),
-        keep_precise=("norm", "pos_embed", "x_embedder", "context_embedder", "time_text_embed", "proj_out"),
-    ),
+    "dit": denoiser("diffusers.models.transformers.transformer_flux:FluxTransformer2DModel", "time_text_embed"),
 }
 
 _OURS = (
@@ -49,68 +43,39 @@ def _signatures() -> tuple[Signature, ...]:
 SIGNATURES = _signatures()
 WHOLE_CONFIG = {"guidance_embeds": True}
 
-_DOUBLE, _SINGLE = "transformer_blocks.{}.", "single_transformer_blocks.{}."
-_NORM = {"scale": "weight"}
+_QKV_MLP = (SINGLE + "attn.to_q", SINGLE + "attn.to_k", SINGLE + "attn.to_v", SINGLE + "proj_mlp")
+_MLP = (("img_mlp.0", "ff.net.0.proj"), ("img_mlp.2", "ff.net.2"), ("txt_mlp.0", "ff_context.net.0.proj"))
 BFL = (
-    Rule("double_blocks.{}.img_attn.qkv", tuple(_DOUBLE + f"attn.to_{name}" for name in "qkv")),
-    Rule("double_blocks.{}.txt_attn.qkv", tuple(_DOUBLE + f"attn.add_{name}_proj" for name in "qkv")),
-    *(Rule("double_blocks.{}.img_attn.qkv." + str(i), (_DOUBLE + f"attn.to_{name}",)) for i, name in enumerate("qkv")),
+    *double_blocks(),
     *(
-        Rule("double_blocks.{}.txt_attn.qkv." + str(i), (_DOUBLE + f"attn.add_{name}_proj",))
-        for i, name in enumerate("qkv")
+        Rule("double_blocks.{}." + theirs, (DOUBLE + ours,))
+        for theirs, ours in (*_MLP, ("txt_mlp.2", "ff_context.net.2"))
     ),
-    Rule("double_blocks.{}.img_attn.proj", (_DOUBLE + "attn.to_out.0",)),
-    Rule("double_blocks.{}.txt_attn.proj", (_DOUBLE + "attn.to_add_out",)),
-    Rule("double_blocks.{}.img_mlp.0", (_DOUBLE + "ff.net.0.proj",)),
-    Rule("double_blocks.{}.img_mlp.2", (_DOUBLE + "ff.net.2",)),
-    Rule("double_blocks.{}.txt_mlp.0", (_DOUBLE + "ff_context.net.0.proj",)),
-    Rule("double_blocks.{}.txt_mlp.2", (_DOUBLE + "ff_context.net.2",)),
-    Rule("double_blocks.{}.img_mod.lin", (_DOUBLE + "norm1.linear",)),
-    Rule("double_blocks.{}.txt_mod.lin", (_DOUBLE + "norm1_context.linear",)),
-    Rule("double_blocks.{}.img_attn.norm.query_norm", (_DOUBLE + "attn.norm_q",), leaf=_NORM),
-    Rule("double_blocks.{}.img_attn.norm.key_norm", (_DOUBLE + "attn.norm_k",), leaf=_NORM),
-    Rule("double_blocks.{}.txt_attn.norm.query_norm", (_DOUBLE + "attn.norm_added_q",), leaf=_NORM),
-    Rule("double_blocks.{}.txt_attn.norm.key_norm", (_DOUBLE + "attn.norm_added_k",), leaf=_NORM),
-    Rule(
-        "single_blocks.{}.linear1",
-        (_SINGLE + "attn.to_q", _SINGLE + "attn.to_k", _SINGLE + "attn.to_v", _SINGLE + "proj_mlp"),
-        rows=(1, 1, 1, 4),
-    ),
-    *(Rule("single_blocks.{}.linear1." + str(i), (_SINGLE + f"attn.to_{name}",)) for i, name in enumerate("qkv")),
-    Rule("single_blocks.{}.linear1.3", (_SINGLE + "proj_mlp",)),
-    Rule("single_blocks.{}.qkv", tuple(_SINGLE + f"attn.to_{name}" for name in "qkv")),
-    Rule("single_blocks.{}.linear2", (_SINGLE + "proj_out",)),
-    Rule("single_blocks.{}.modulation.lin", (_SINGLE + "norm.linear",)),
-    Rule("single_blocks.{}.norm.query_norm", (_SINGLE + "attn.norm_q",), leaf=_NORM),
-    Rule("single_blocks.{}.norm.key_norm", (_SINGLE + "attn.norm_k",), leaf=_NORM),
-    Rule("img_in", ("x_embedder",)),
-    Rule("txt_in", ("context_embedder",)),
-    *(
-        Rule(f"{theirs}.{end}", (f"time_text_embed.{ours}_embedder.linear_{number}",))
-        for theirs, ours in (("time_in", "timestep"), ("vector_in", "text"), ("guidance_in", "guidance"))
-        for number, end in ((1, "in_layer"), (2, "out_layer"))
-    ),
-    Rule("final_layer.linear", ("proj_out",)),
-    Rule("final_layer.adaLN_modulation.1", ("norm_out.linear",), swap_halves=True),
+    Rule("double_blocks.{}.img_mod.lin", (DOUBLE + "norm1.linear",)),
+    Rule("double_blocks.{}.txt_mod.lin", (DOUBLE + "norm1_context.linear",)),
+    Rule("single_blocks.{}.linear1", _QKV_MLP, rows=(1, 1, 1, 4)),
+    *(Rule(f"single_blocks.{{}}.linear1.{place}", (name,)) for place, name in enumerate(_QKV_MLP)),
+    Rule("single_blocks.{}.qkv", _QKV_MLP[:3]),
+    Rule("single_blocks.{}.linear2", (SINGLE + "proj_out",)),
+    Rule("single_blocks.{}.modulation.lin", (SINGLE + "norm.linear",)),
+    *single_norms(),
+    *embedders("time_text_embed", {"time_in": "timestep", "vector_in": "text", "guidance_in": "guidance"}),
+    *ENDS,
 )
 DIFFSYNTH = (  # a: the picture's stream, b: the text's
-    Rule("blocks.{}.attn.a_to_qkv", tuple(_DOUBLE + f"attn.to_{name}" for name in "qkv")),
-    Rule("blocks.{}.attn.b_to_qkv", tuple(_DOUBLE + f"attn.add_{name}_proj" for name in "qkv")),
-    Rule("blocks.{}.attn.a_to_out", (_DOUBLE + "attn.to_out.0",)),
-    Rule("blocks.{}.attn.b_to_out", (_DOUBLE + "attn.to_add_out",)),
-    Rule("blocks.{}.ff_a.0", (_DOUBLE + "ff.net.0.proj",)),
-    Rule("blocks.{}.ff_a.2", (_DOUBLE + "ff.net.2",)),
-    Rule("blocks.{}.ff_b.0", (_DOUBLE + "ff_context.net.0.proj",)),
-    Rule("blocks.{}.ff_b.2", (_DOUBLE + "ff_context.net.2",)),
-    Rule("blocks.{}.norm1_a.linear", (_DOUBLE + "norm1.linear",)),
-    Rule("blocks.{}.norm1_b.linear", (_DOUBLE + "norm1_context.linear",)),
-    Rule(
-        "single_blocks.{}.to_qkv_mlp",
-        (_SINGLE + "attn.to_q", _SINGLE + "attn.to_k", _SINGLE + "attn.to_v", _SINGLE + "proj_mlp"),
-        rows=(1, 1, 1, 4),
-    ),
-    Rule("single_blocks.{}.proj_out", (_SINGLE + "proj_out",)),
-    Rule("single_blocks.{}.norm.linear", (_SINGLE + "norm.linear",)),
+    Rule("blocks.{}.attn.a_to_qkv", tuple(DOUBLE + f"attn.to_{name}" for name in "qkv")),
+    Rule("blocks.{}.attn.b_to_qkv", tuple(DOUBLE + f"attn.add_{name}_proj" for name in "qkv")),
+    Rule("blocks.{}.attn.a_to_out", (DOUBLE + "attn.to_out.0",)),
+    Rule("blocks.{}.attn.b_to_out", (DOUBLE + "attn.to_add_out",)),
+    Rule("blocks.{}.ff_a.0", (DOUBLE + "ff.net.0.proj",)),
+    Rule("blocks.{}.ff_a.2", (DOUBLE + "ff.net.2",)),
+    Rule("blocks.{}.ff_b.0", (DOUBLE + "ff_context.net.0.proj",)),
+    Rule("blocks.{}.ff_b.2", (DOUBLE + "ff_context.net.2",)),
+    Rule("blocks.{}.norm1_a.linear", (DOUBLE + "norm1.linear",)),
+    Rule("blocks.{}.norm1_b.linear", (DOUBLE + "norm1_context.linear",)),
+    Rule("single_blocks.{}.to_qkv_mlp", _QKV_MLP, rows=(1, 1, 1, 4)),
+    Rule("single_blocks.{}.proj_out", (SINGLE + "proj_out",)),
+    Rule("single_blocks.{}.norm.linear", (SINGLE + "norm.linear",)),
 )
 NAME_MAPS = (NameMap("bfl", "dit", BFL), NameMap("diffsynth", "dit", DIFFSYNTH))
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Part, Rule, Signature, SizeRule
+from backend.catalog.bfl_names import DOUBLE, ENDS, SINGLE, denoiser, double_blocks, embedders, single_norms
+from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Rule, Signature, SizeRule
 
 NAME = "flux2"
 TITLE = "FLUX.2"
 WORDS = ("flux.2", "flux2", "flux_2", "klein")
 
 PARTS = {
-    "dit": Part(
-        network="diffusers.models.transformers.transformer_flux2:Flux2Transformer2DModel",
-        folder="transformer",
-        phase="denoise",
-        blocks=("transformer_blocks", "single_transformer_blocks"),
-        prefixes=("model.diffusion_model.", "diffusion_model.", "transformer.", "model."),
-        keep_precise=("norm", "pos_embed", "x_embedder", "context_embedder", "time_guidance_embed", "proj_out"),
-    ),
+    "dit": denoiser("diffusers.models.transformers.transformer_flux2:Flux2Transformer2DModel", "time_guidance_embed"),
 }
 SIGNATURES = tuple(
     Signature(
@@ -31,8 +25,8 @@ SIGNATURES = tuple(
     for variant, width in (("other", None), ("dev", 15360), ("klein-9B", 12288), ("klein-4B", 7680))
 )
 
-_DOUBLE, _SINGLE = "transformer_blocks.{}.", "single_transformer_blocks.{}."
-_NORM = {"scale": "weight"}
+_QKV_MLP = SINGLE + "attn.to_qkv_mlp_proj"  # one matrix here too
+_ROWS = ((0, 1, 9), (1, 2, 9), (2, 3, 9), (3, 9, 9))  # of q, k, v and mlp in it
 _MLP = (
     ("img_mlp.0", "ff.linear_in"),
     ("img_mlp.2", "ff.linear_out"),
@@ -40,48 +34,22 @@ _MLP = (
     ("txt_mlp.2", "ff_context.linear_out"),
 )
 BFL = (
-    Rule("double_blocks.{}.img_attn.qkv", tuple(_DOUBLE + f"attn.to_{name}" for name in "qkv")),
-    Rule("double_blocks.{}.txt_attn.qkv", tuple(_DOUBLE + f"attn.add_{name}_proj" for name in "qkv")),
-    *(Rule("double_blocks.{}.img_attn.qkv." + str(i), (_DOUBLE + f"attn.to_{name}",)) for i, name in enumerate("qkv")),
-    *(
-        Rule("double_blocks.{}.txt_attn.qkv." + str(i), (_DOUBLE + f"attn.add_{name}_proj",))
-        for i, name in enumerate("qkv")
-    ),
-    Rule("double_blocks.{}.img_attn.proj", (_DOUBLE + "attn.to_out.0",)),
-    Rule("double_blocks.{}.txt_attn.proj", (_DOUBLE + "attn.to_add_out",)),
-    *(Rule("double_blocks.{}." + theirs, (_DOUBLE + ours,)) for theirs, ours in _MLP),
-    Rule("double_blocks.{}.img_attn.norm.query_norm", (_DOUBLE + "attn.norm_q",), leaf=_NORM),
-    Rule("double_blocks.{}.img_attn.norm.key_norm", (_DOUBLE + "attn.norm_k",), leaf=_NORM),
-    Rule("double_blocks.{}.txt_attn.norm.query_norm", (_DOUBLE + "attn.norm_added_q",), leaf=_NORM),
-    Rule("double_blocks.{}.txt_attn.norm.key_norm", (_DOUBLE + "attn.norm_added_k",), leaf=_NORM),
-    Rule("single_blocks.{}.linear1", (_SINGLE + "attn.to_qkv_mlp_proj",)),
-    *(
-        Rule("single_blocks.{}.linear1." + str(i), (_SINGLE + "attn.to_qkv_mlp_proj",), place=place)
-        for i, place in enumerate(((0, 1, 9), (1, 2, 9), (2, 3, 9), (3, 9, 9)))
-    ),
-    Rule("single_blocks.{}.linear2", (_SINGLE + "attn.to_out",)),
-    Rule("single_blocks.{}.norm.query_norm", (_SINGLE + "attn.norm_q",), leaf=_NORM),
-    Rule("single_blocks.{}.norm.key_norm", (_SINGLE + "attn.norm_k",), leaf=_NORM),
+    *double_blocks(),
+    *(Rule("double_blocks.{}." + theirs, (DOUBLE + ours,)) for theirs, ours in _MLP),
+    Rule("single_blocks.{}.linear1", (_QKV_MLP,)),
+    *(Rule(f"single_blocks.{{}}.linear1.{i}", (_QKV_MLP,), place=rows) for i, rows in enumerate(_ROWS)),
+    Rule("single_blocks.{}.linear2", (SINGLE + "attn.to_out",)),
+    *single_norms(),
     *(
         Rule(f"{name}.lin", (f"{name}.linear",))
         for name in ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation")
     ),
-    *(
-        Rule(f"{theirs}.{end}", (f"time_guidance_embed.{ours}_embedder.linear_{number}",))
-        for theirs, ours in (("time_in", "timestep"), ("guidance_in", "guidance"))
-        for number, end in ((1, "in_layer"), (2, "out_layer"))
-    ),
-    Rule("img_in", ("x_embedder",)),
-    Rule("txt_in", ("context_embedder",)),
-    Rule("final_layer.linear", ("proj_out",)),
-    Rule("final_layer.adaLN_modulation.1", ("norm_out.linear",), swap_halves=True),
+    *embedders("time_guidance_embed", {"time_in": "timestep", "guidance_in": "guidance"}),
+    *ENDS,
 )
-_SEPARATE = (  # trainers that split the fused projection of the single blocks name its parts so
-    *(
-        Rule("single_transformer_blocks.{}.attn." + theirs, (_SINGLE + "attn.to_qkv_mlp_proj",), place=place)
-        for theirs, place in (("to_q", (0, 1, 9)), ("to_k", (1, 2, 9)), ("to_v", (2, 3, 9)))
-    ),
-    Rule("single_transformer_blocks.{}.proj_mlp", (_SINGLE + "attn.to_qkv_mlp_proj",), place=(3, 9, 9)),
+_SEPARATE = tuple(  # trainers that split the fused projection of the single blocks name its parts so
+    Rule(SINGLE + theirs, (_QKV_MLP,), place=rows)
+    for theirs, rows in zip(("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"), _ROWS, strict=True)
 )
 NAME_MAPS = (NameMap("bfl", "dit", BFL), NameMap("separate", "dit", _SEPARATE))
 
