@@ -14,19 +14,32 @@ def next_rung(config) -> tuple[list[str], str] | None:
 
     Only what leaves the result as it is, or (FP8) nearly so: never the pictures' size, the batch or the rank.
     """
-    memory = config.memory
-    if not (memory.use_gradient_checkpointing or memory.use_gradient_checkpointing_offload):
-        return ["--use_gradient_checkpointing"], "computing activations again instead of keeping them"
-    if not memory.use_gradient_checkpointing_offload:
-        return ["--use_gradient_checkpointing_offload"], "keeping what activations begin from in RAM"
-    part = lora_part(config)
-    if part is None or config.lora.lora_algorithm == "dora":
-        return None
-    if not config.model.fp8_models and part not in trained_parts(config):
-        return ["--fp8_models", part], f"storing {part} in FP8"
-    if not memory.enable_model_cpu_offload:
-        return ["--enable_model_cpu_offload"], "keeping frozen weights in RAM"
-    return None
+    return next(((flags, sentence) for possible, flags, sentence in _rungs(config) if possible), None)
+
+
+def _rungs(config) -> list[tuple[bool, list[str], str]]:
+    """All rungs from the cheapest down: whether it is still to be taken here, its flags, and what it is called."""
+    memory, model, part = config.memory, config.model, lora_part(config)
+    checkpointing = memory.use_gradient_checkpointing or memory.use_gradient_checkpointing_offload
+    on_ram = not memory.enable_optimizer_cpu_offload and config.training.mixed_precision != "fp16"
+    frozen = (
+        part is not None and config.lora.lora_algorithm != "dora"
+    )  # the base of an adapter that needs no weights in full
+    in_eight = model.fp8_models or model.quant_options or part in trained_parts(config)
+    return [
+        (not checkpointing, ["--use_gradient_checkpointing"], "computing activations again instead of keeping them"),
+        (not memory.use_gradient_checkpointing_offload, ["--use_gradient_checkpointing_offload"],
+         "keeping what activations begin from in RAM"),
+        (bool(trained_parts(config)) and on_ram and _has_card(), ["--enable_optimizer_cpu_offload"], "keeping the optimizer in RAM"),
+        (frozen and not in_eight, ["--fp8_models", f"{part}"], f"storing {part} in FP8"),
+        (frozen and not memory.enable_model_cpu_offload, ["--enable_model_cpu_offload"], "keeping frozen weights in RAM"),
+    ]  # fmt: skip
+
+
+def _has_card() -> bool:
+    import torch
+
+    return torch.accelerator.is_available()
 
 
 def out_of_memory(config) -> Trouble:

@@ -67,3 +67,20 @@ def test_a_run_out_of_memory_goes_on_a_rung_lower(run_training, events, data, tm
     assert [event["step"] for event in said if event["event"] == "resumed"] == [1, 1] and said[-1][
         "reason"
     ] == "complete"
+
+
+def test_the_rungs_of_training_whole_parts_on_a_card(monkeypatch):
+    from backend.schema.knobs import from_flags
+    from backend.schema.training import TrainingConfig
+    from backend.training import ladder
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    flags, taken = ["--trainable_models", "dit"], []
+    while found := ladder.next_rung(from_flags(TrainingConfig, flags)):
+        flags += found[0]
+        taken += found[0]
+    assert taken == [
+        "--use_gradient_checkpointing",
+        "--use_gradient_checkpointing_offload",
+        "--enable_optimizer_cpu_offload",
+    ]
