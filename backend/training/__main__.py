@@ -167,6 +167,8 @@ def _train(config: TrainingConfig, folder: Path, reporter) -> str:
         "the processes do not know of each other"
     )
     if accelerator.is_main_process:
+        if spread:
+            reporter.note(spread)
         add_boards(reporter, config.output, config=to_values(config))
     config = with_plan(config, accelerator, reporter)
     index = places().cache / "pictures.json"

@@ -1,73 +1,103 @@
-"""Weights and optimizer state spread over processes, by FSDP2 or DeepSpeed, as the launcher's configuration asks.
+"""Weights, gradients and optimizer state spread over processes, as the launcher's configuration asks: FSDP2, or a stage of DeepSpeed's ZeRO.
 
-Frozen weights are spread in their own format, adapters and other weights that train in float32; casting is the learner's own. What is saved is
-whole, so files are of the same form as those of one process, and a state is gone on with by any number of processes.
+Both are carried out by torch's own `fully_shard`: ZeRO-3 is what gathers a block each time that it computes, ZeRO-1 and ZeRO-2 what keeps a
+gathered block until the backward pass is over. Frozen weights are spread in their own format, adapters and other weights that train in
+float32; casting is the learner's own. What is saved is whole, so files are of the same form as those of one process, and a state is gone on
+with by any number of processes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from backend.schema.messages import Trouble
 
-OURS = "LOFT_SPREAD"  # the environment of this process says it to all modules
+OURS = "LOFT_SPREAD"  # the environment of this process says it to all modules: "", or JSON with how weights are spread
 
 
-def asked() -> str:
-    """"fsdp", "deepspeed", or "" where every process holds all weights."""
-    return os.environ.get(OURS, "")
+def asked() -> bool:
+    """Whether weights are spread over the processes."""
+    return bool(os.environ.get(OURS))
 
 
 def take_over() -> str:
-    """Reads from the launcher's environment what is asked for, before accelerate does. FSDP is then left to `spread`, on any device."""
-    on = {kind: _on(f"ACCELERATE_USE_{kind.upper()}") for kind in ("fsdp", "deepspeed")}
-    os.environ[OURS] = next((kind for kind, wanted in on.items() if wanted), "")
-    os.environ.pop("ACCELERATE_USE_FSDP", None)
-    return asked()
+    """Reads from the launcher's environment what is asked for, before accelerate does; a sentence about it, or "". Raises Trouble."""
+    os.environ[OURS] = ""
+    if _on("ACCELERATE_USE_DEEPSPEED"):
+        stage, in_ram = _zero()
+        wanted, said = {"again": stage == 3, "in_ram": in_ram}, f"ZeRO stage {stage} is carried out by torch's FSDP2."
+        wanted = wanted if stage else {}
+    elif _on("ACCELERATE_USE_FSDP"):
+        if os.environ.get("FSDP_VERSION", "2") != "2":
+            raise Trouble("bad_value", "The launcher's configuration asks for FSDP 1.", hint="Set fsdp_version: 2 in it.")
+        wanted = {"again": _on("FSDP_RESHARD_AFTER_FORWARD"), "in_ram": _on("FSDP_OFFLOAD_PARAMS")}
+        said = "Weights are spread over the processes by FSDP2."
+    else:
+        return ""
+    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
+        os.environ.pop(name, None)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return "There is one process, so nothing is spread." if wanted else ""
+    os.environ[OURS] = json.dumps(wanted) if wanted else ""
+    return said if wanted else ""
+
+
+def _zero() -> tuple[int, bool]:
+    """DeepSpeed's stage, and whether anything is offloaded: from its JSON file, if the configuration names one, or from the configuration."""
+    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
+    if file and file != "none":
+        try:
+            said = json.loads(Path(file).read_text(encoding="utf-8"))["zero_optimization"]
+            devices = [said.get(f"offload_{what}", {}).get("device", "none") for what in ("param", "optimizer")]
+            return int(said["stage"]), any(device in ("cpu", "nvme") for device in devices)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Trouble("bad_file", f"DeepSpeed's configuration {file} cannot be read: {error!r}.") from None
+    devices = [os.environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_DEVICE", "none") for what in ("PARAM", "OPTIMIZER")]
+    return int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")), any(device in ("cpu", "nvme") for device in devices)
 
 
 def check(config, *, kept, quantised) -> None:
     """Raises Trouble for what cannot be spread."""
-    kind = asked()
-    if not kind:
+    if not asked():
         return
-    title, training, memory = {"fsdp": "FSDP", "deepspeed": "DeepSpeed"}[kind], config.training, config.memory
+    training, memory = config.training, config.memory
     if kept or quantised:
         name = sorted({*kept, *quantised})[0]
         raise Trouble(
-            "bad_value", f"{title} spreads the weights of {name} over the processes; they cannot be in FP8, quantised or offloaded as well.",
+            "bad_value", f"The weights of {name} are spread over the processes; they cannot be in FP8, quantised or offloaded as well.",
             hint="Leave out --fp8_models, --quant_options and offloading, or launch without that configuration.",
         )  # fmt: skip
     if memory.enable_optimizer_cpu_offload:
         raise Trouble(
-            "bad_value", f"With {title} the optimizer's place is said in the launcher's configuration, not by --enable_optimizer_cpu_offload.",
+            "bad_value", "Where weights are spread, the optimizer's place is said in the launcher's configuration, not by --enable_optimizer_cpu_offload.",
             hint="Use the configuration's own offload.",
         )  # fmt: skip
     if training.mixed_precision == "fp16":
-        raise Trouble("bad_value", f"Mixed precision fp16 does not train with {title} here.", hint="Use bf16.")
+        raise Trouble("bad_value", "Mixed precision fp16 does not train where weights are spread.", hint="Use bf16.")
     if training.customized_optimizer.strip().lower() == "muon":
-        raise Trouble("bad_value", f"Muon needs whole matrices, and {title} spreads them.", hint="Use adamw.")
+        raise Trouble("bad_value", "Muon needs whole matrices, and they are spread over the processes.", hint="Use adamw.")
 
 
 def spread(learner: nn.Module, accelerator) -> None:
     """Spreads the weights of every part over all processes: what computes gathers a block at a time, and then the rest of the part.
 
-    Reads what the launcher's configuration says of FSDP: version, resharding after the forward pass, waiting in RAM.
+    With "in_ram" the pieces wait in RAM, and so do gradients and optimizer.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-    if os.environ.get("FSDP_VERSION", "2") != "2":
-        raise Trouble("bad_value", "The launcher's configuration asks for FSDP 1.", hint="Set fsdp_version: 2 in it.")
+    wanted, device = json.loads(os.environ[OURS]), accelerator.device.type
     options = {
-        "mesh": init_device_mesh(accelerator.device.type, (accelerator.num_processes,)),
-        "reshard_after_forward": _on("FSDP_RESHARD_AFTER_FORWARD"),
-        "offload_policy": CPUOffloadPolicy() if _on("FSDP_OFFLOAD_PARAMS") else OffloadPolicy(),
+        "mesh": init_device_mesh(device, (accelerator.num_processes,)),
+        "reshard_after_forward": wanted["again"],
+        "offload_policy": CPUOffloadPolicy() if wanted["in_ram"] and device != "cpu" else OffloadPolicy(),
     }
     for part in learner.parts.values():
         classes = set(getattr(part, "_no_split_modules", None) or ())
