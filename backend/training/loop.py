@@ -14,6 +14,7 @@ from backend.schema.messages import Trouble
 from backend.training import shards
 from backend.training.batches import Batch, epoch_batches, of_step, steps_of_epoch
 from backend.training.checkpoint import clear_leftovers
+from backend.training.objective import seed_of
 from backend.training.optimizers import rate_factor, set_rates
 from backend.training.progress import draw_samples, memory, validation_loss
 from backend.training.resume import restore
@@ -53,6 +54,8 @@ def _finish_saving(run: Run) -> None:
 
 def _train(run: Run) -> str:
     pace = pace_of(run)
+    if run.accelerator.process_index:  # dropout is to differ between processes
+        torch.manual_seed(seed_of(run.config.training.seed, run.accelerator.process_index, "dropout"))
     start = restore(run, pace.total)
     if run.first:
         clear_leftovers(run.folder, run.output)

@@ -143,6 +143,8 @@ def test_two_processes_train_as_one_with_twice_the_turns(launch, data, tiny_qwen
         "offloaded": {"flags": ["--enable_model_cpu_offload"]},
         "spread": {"flags": (*SPREAD, "--save_steps", "2"), "environment": FSDP},
         "resumed": {"flags": (*SPREAD, "--resume_from_checkpoint", str(data.root / "spread/checkpoints/step-000002")), "environment": FSDP},
+        "dropping": {"flags": ["--lora_dropout", "0.3", "--save_steps", "2"]},
+        "dropped": {"flags": ["--lora_dropout", "0.3", "--resume_from_checkpoint", str(data.root / "dropping/checkpoints/step-000002")]},
         "failing": {"flags": ["--dataset_base_path", str(tmp_path)]},
     }
     for name, run in runs.items():
@@ -162,8 +164,9 @@ def test_two_processes_train_as_one_with_twice_the_turns(launch, data, tiny_qwen
         assert shapes(results[0]) == shapes(results[1]), name
         first, second = (load_file(run / LAST) for run in (two, one))
         assert all(torch.allclose(first[key], second[key], rtol=1e-3, atol=1e-5) for key in first), name
-    whole, resumed = (load_file(data.root / run / LAST) for run in ("spread", "resumed"))
-    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+    for pair in (("spread", "resumed"), ("dropping", "dropped")):  # gone on with, every process with its own random state
+        whole, resumed = (load_file(data.root / run / LAST) for run in pair)
+        assert all(torch.equal(whole[key], resumed[key]) for key in whole), pair
 
 
 def shapes(tensors: dict) -> dict:

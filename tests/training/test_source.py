@@ -84,3 +84,23 @@ def test_samples_at_several_strengths(run_training, events, tmp_path: Path, caps
     full = ("--trainable_models", "dit", "--sample_strengths", "0.5")
     assert run_training(tmp_path / "full", *flags, *full) == 2
     assert "need a LoRA" in capsys.readouterr().err
+
+
+def test_encoders_have_left_memory_before_the_first_step(run_training, tmp_path: Path, monkeypatch):
+    import gc
+
+    from backend.training import loop
+
+    def alive() -> dict[str, int]:
+        gc.collect()
+        names = [type(thing).__name__ for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)]
+        return {
+            start: sum(name.startswith(start) for name in names)
+            for start in ("Qwen2_5_VL", "QwenImageEncoder3d", "QwenImageT")
+        }
+
+    before, found, one_step = alive(), [], loop.one_step
+    monkeypatch.setattr(loop, "one_step", lambda *arguments: (found.append(alive()), one_step(*arguments))[1])
+    assert run_training(tmp_path / "run", *BASE, "--max_steps", 1) == 0
+    more = {name: found[0][name] - before[name] for name in before}
+    assert more["Qwen2_5_VL"] <= 0 and more["QwenImageEncoder3d"] <= 0 < more["QwenImageT"]
