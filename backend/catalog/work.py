@@ -116,24 +116,21 @@ def _names_denoiser(entries: str | None) -> bool:
 
 
 def lora_size(part: PartSizes, wanted: str, rank: int) -> tuple[str, int]:
-    """("attention" or "all", how many numbers train) of a LoRA of `rank` on the modules that `wanted` names.
+    """(a traced set of modules that has all of them, how many numbers train) of a LoRA of `rank` on the modules that `wanted` names.
 
-    As `lora_target_modules`: ends of names, a regular expression, "all-linear", the name of a set, or "" for all that are usual.
+    As `lora_target_modules`: ends of names, a regular expression, "all-linear", the name of a set, or "" for those that are usual.
     """
-    sets = published()["networks"].get(part.kind, {}).get("lora", {})
-    wanted = wanted.strip()
-    if wanted in ("", "all-linear", "all", "attention_and_mlp"):
-        ends = sets.get("all", ()) if wanted != "all-linear" else None
-    elif wanted in sets:
-        ends = sets[wanted]
+    facts = published()["networks"].get(part.kind, {})
+    sets, wanted = facts.get("lora", {}), wanted.strip()
+    named = facts.get("means", {}).get(wanted, wanted)
+    if named in ("", "all-linear"):
+        ends = None
     else:
-        ends = [end.strip() for end in wanted.split(",") if end.strip()]
-    numel, beyond = 0, False
-    for name, (rows, columns, count) in part.linears.items():
-        if ends is None or _targeted(name, wanted, ends):
-            numel += rank * (rows + columns) * count
-            beyond |= not any(name.endswith(f".{end}") for end in sets.get("attention", ()))
-    return ("all" if beyond else "attention"), numel
+        ends = sets.get(named) or [end.strip() for end in named.split(",") if end.strip()]
+    chosen = [name for name in part.linears if ends is None or _targeted(name, wanted, ends)]
+    numel = sum(rank * (rows + columns) * count for rows, columns, count in map(part.linears.get, chosen))
+    holding = [name for name, inside in sets.items() if all(_targeted(one, "", inside) for one in chosen)]
+    return min(holding, key=lambda name: len(sets[name]), default="all"), numel
 
 
 def _targeted(name: str, wanted: str, ends) -> bool:

@@ -146,22 +146,19 @@ class _Seen(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self._made(result, args)
-        elif isinstance(result, tuple | list):
-            for one in result:
-                if isinstance(one, torch.Tensor):
-                    self._made(one, args)
+        given: set[int] | None = None
+        for one in result if isinstance(result, tuple | list) else (result,):
+            if not isinstance(one, torch.Tensor) or one.device != self.device:
+                continue
+            storage = one.untyped_storage()
+            if storage._cdata not in self._alive:
+                given = given or set(_storages(args))
+                if storage._cdata not in given:  # else a view of what was there before
+                    self._made(storage)
         return result
 
-    def _made(self, tensor: torch.Tensor, args) -> None:
-        if tensor.device != self.device:
-            return
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._alive or any(_shares(one, key) for one in args):
-            return  # known, or a view of what was there before
-        nbytes = storage.nbytes()
+    def _made(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
         self._alive[key] = weakref.ref(storage, lambda _: self._dropped(key)), nbytes
         self.now += nbytes
         self.highest = max(self.highest, self.now)
@@ -170,7 +167,9 @@ class _Seen(TorchDispatchMode):
         self.now -= self._alive.pop(key)[1]
 
 
-def _shares(value, key: int) -> bool:
+def _storages(value) -> Iterator[int]:
     if isinstance(value, torch.Tensor):
-        return value.untyped_storage()._cdata == key
-    return isinstance(value, tuple | list) and any(_shares(one, key) for one in value)
+        yield value.untyped_storage()._cdata
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _storages(one)

@@ -16,6 +16,7 @@ from backend.training.batches import Batch, epoch_batches, of_step, steps_of_epo
 from backend.training.checkpoint import clear_leftovers
 from backend.training.objective import seed_of
 from backend.training.optimizers import rate_factor, set_rates
+from backend.training.planned import keep_measured
 from backend.training.progress import draw_samples, memory, validation_loss
 from backend.training.resume import restore
 from backend.training.run import Run
@@ -180,6 +181,8 @@ def after_step(run: Run, step: int, pace: Pace, *, asked: bool) -> None:
         run.reporter.event("validation", step=step, loss=validation_loss(run))
     if step in (1, 10):
         run.reporter.event("memory", **memory())
+    if step == 10 or last:
+        keep_measured(run)
 
 
 class Stop:

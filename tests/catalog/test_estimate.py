@@ -107,9 +107,21 @@ def test_lora_sizes_are_counted_from_the_layers():
     kind, numel = lora_size(dit, "attention", 16)
     assert (kind, numel) == ("attention", 60 * 8 * 16 * (3072 + 3072))
     kind, wider = lora_size(dit, "to_q,img_mlp.net.2", 16)
-    assert (kind, wider) == ("all", 60 * 16 * (2 * 3072 + 3072 + 4 * 3072))
+    assert (kind, wider) == ("usual", 60 * 16 * (2 * 3072 + 3072 + 4 * 3072))
     assert lora_size(dit, r".*transformer_blocks\.\d+\.attn\.to_q", 16)[1] == 60 * 16 * 2 * 3072
-    assert lora_size(dit, "", 32)[1] > 2 * numel
+    assert lora_size(dit, "", 32)[0] == "usual" and lora_size(dit, "", 32)[1] > 2 * numel
+    assert lora_size(dit, "all-linear", 16)[0] == "all"
+
+
+def test_the_sets_of_modules_are_the_families():
+    networks = published()["networks"]
+    for family in FAMILIES:
+        facts = networks.get(family.PARTS["dit"].network.rpartition(":")[2]) if "dit" in family.PARTS else None
+        if not facts or not facts.get("lora"):
+            continue
+        named = {name: facts["means"].get(name, name) for name in ("", *family.LORA.presets)}
+        meant = {name: set(facts["lora"].get(one) or one.split(",")) for name, one in named.items()}
+        assert meant == {"": set(family.LORA.modules), **{name: set(ends) for name, ends in family.LORA.presets.items()}}, family.NAME
 
 
 def test_a_spec_s_bytes_are_its_header_s():
@@ -181,7 +193,7 @@ def test_requests_and_configs_as_work():
     assert (work.width, work.height, work.guidance, work.from_picture, work.text_tokens) == (768, 512, True, True, 100)
     config = TrainingConfig(lora=LoraSection(lora_rank=8), training=TrainingSection(batch_size=3, customized_optimizer="adamw8bit"))
     work, own = work_of_training(config, sizes)
-    assert (work.targets, work.rank, work.batch, work.width) == ("all", 8, 3, 1024)
+    assert (work.targets, work.rank, work.batch, work.width) == ("usual", 8, 3, 1024)
     assert own.state_bytes < 3 and not own.checkpointed
     full, _ = work_of_training(TrainingConfig(training=TrainingSection(trainable_models="dit")), sizes)
     assert full.targets == "full" and full.trained_numel == sizes.parts["dit"].numel

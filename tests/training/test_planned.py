@@ -18,7 +18,7 @@ from backend.schema.messages import Trouble
 from backend.schema.places import ASSETS
 from backend.schema.training import TrainingConfig
 from backend.schema.vram import GIB
-from backend.training.planned import card_of
+from backend.training.planned import card_of, predicted_bytes
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")
@@ -37,6 +37,13 @@ def test_a_run_takes_the_plan_s_settings(run_training, events, data, tmp_path: P
     assert said["peak_high_bytes"] < large.peak_high_bytes
     assert run_training(tmp_path / "none", *flags, "0.001", model=ASSETS / "starter") == 2
     assert any(event["event"] == "trouble" and "does not fit" in event["message"] for event in events(tmp_path / "none"))
+
+
+def test_a_run_is_predicted_as_its_config_says(data):
+    spec, card = identify_model(ASSETS / "starter", FAMILIES), memory.probe(CPU)
+    said = [{}, {"use_gradient_checkpointing": True}, {"use_gradient_checkpointing": True, "enable_model_cpu_offload": True}]
+    found = [predicted_bytes(from_values(TrainingConfig, {"max_pixels": 65536, **more}), spec, card) for more in said]
+    assert found == sorted(found, reverse=True) and len(set(found)) == 3
 
 
 def test_amounts_of_memory():
