@@ -12,6 +12,7 @@ from backend.engine.lora_alpha import alpha_value
 from backend.engine.lora_body import Body, Change, Dense, Hadamard, Kronecker, LowRank
 from backend.engine.lora_dora import with_dora
 from backend.engine.lora_module import Module, at_place, cut, fitted, in_shape, incomplete, mismatch, product
+from backend.engine.lora_oft import is_rotation, rotation_changes
 from backend.schema.messages import Trouble
 
 DOUBT = "whole Kronecker factors act at full strength; a trainer that meant alpha / rank for them does not say so"
@@ -52,6 +53,8 @@ PAIRS = (  # (role, partner, how people call it): one without the other is half 
 def changes_of(module: Module) -> list[Change]:
     """What `module` changes. Raises Trouble before anything is changed: incomplete pairs, shapes or ranks that disagree,
     numbers that are not finite, an algorithm that is not read."""
+    if is_rotation(module):
+        return rotation_changes(module)
     check_whole(module)
     _check_reshaped(module)
     changes: list[Change] = []

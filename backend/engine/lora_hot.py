@@ -6,6 +6,7 @@ cost about as much as one. What has no low-rank form acts as what it is:
 
 * DoRA by rows: W' = diag(c) (W + d) needs only the layer's own output; by columns: only its input, scaled.
 * LoKr: two small products by reshaping the input.
+* OFT: the input is turned before the layer has it.
 * A norm's, a bias', an embedding's or a whole matrix' change is added to the parameter for the length of the call.
 """
 
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from backend.engine.lora_body import Change, Dense, Hadamard, Kronecker, LowRank
+from backend.engine.lora_oft import Rotation, turned
 from backend.schema.messages import Trouble
 
 STATE = "_adapters"  # the attribute that holds a layer's branches
@@ -36,6 +38,7 @@ class Branches:
     row_excess: torch.Tensor | None = None  # sum of strength * (c - 1) over DoRAs by rows
     column_excess: torch.Tensor | None = None  # likewise by columns
     added: dict[str, torch.Tensor] = field(default_factory=dict)  # parameter -> what is added to it during a call
+    rotations: list[torch.Tensor] = field(default_factory=list)  # (b, k, k): what turns the input before the layer has it
 
     def on(self, like: torch.Tensor) -> Branches:
         """The same, where and as `like` is."""
@@ -47,6 +50,7 @@ class Branches:
         self.row_excess, self.column_excess = moved(self.row_excess), moved(self.column_excess)
         self.kroneckers = [(moved(left), moved(right)) for left, right in self.kroneckers]
         self.added = {name: moved(tensor) for name, tensor in self.added.items()}
+        self.rotations = [moved(turns) for turns in self.rotations]
         return self
 
 
@@ -71,6 +75,8 @@ def stack(layer: nn.Module, uses: Sequence[tuple[Change, float]]) -> Branches:
     weight = layer._parameters.get("weight")
     like = weight if weight is not None else next(layer.parameters(recurse=False))
     downs, ups, branches = [], [], Branches()
+    # What acts on the weight or on its product must not meet a turned input; low-rank pairs have the plain one.
+    alone = all(isinstance(change.body, Rotation | LowRank | Kronecker) and change.dora is None for change, _ in uses)
     side = isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1 and _zeros(layer))
     for change, strength in uses:
         factor = change.dora.factor if change.dora else None
@@ -80,6 +86,8 @@ def stack(layer: nn.Module, uses: Sequence[tuple[Change, float]]) -> Branches:
         body = _branch_form(change, isinstance(layer, nn.Linear))
         if isinstance(body, Kronecker):
             branches.kroneckers.append((body.left.float() * (body.scale * strength), body.right))
+        elif isinstance(body, Rotation) and alone:
+            branches.rotations.append(body.turns * strength)
         elif isinstance(body, LowRank):
             up, down = body.up.float() * (body.scale * strength), body.down.float()
             if factor is not None:
@@ -168,7 +176,7 @@ def _forward_linear(kind: type[nn.Module]) -> Callable:
         elif branches.row_excess is not None or branches.column_excess is not None:
             y = _scaled(self, x, base, branches)
         else:
-            y = base(self, x, *args, **kwargs)
+            y = base(self, turned(x, branches.rotations) if branches.rotations else x, *args, **kwargs)
         if branches.up is not None:
             y = _plus(y, F.linear(x, branches.down), branches.up)
         for left, right in branches.kroneckers:

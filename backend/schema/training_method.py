@@ -15,7 +15,7 @@ TASKS = (
     "direct_distill:train",
 )
 SCHEDULES = ("constant", "linear", "linear_from_half", "cosine", "cosine_with_restarts")
-ADAPTERS = ("lora", "dora", "rslora", "loha", "lokr")
+ADAPTERS = ("lora", "dora", "rslora", "loha", "lokr", "oft")
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class LoraSection:
         "preset of the family such as attention. Empty: the family's default.",
         lines=2,
     )
-    lora_rank: int = knob(32, help="How much it can hold; the file grows with it.", low=1, high=4096, label="Rank")
+    lora_rank: int = knob(32, help="How much it can hold; the file grows with it. OFT: inputs that turn together.", low=1, high=4096, label="Rank")
     lora_alpha: float | None = knob(
         None, help="Strength is alpha / rank; by default equal to the rank.", low=0.0, label="Alpha", level="advanced"
     )

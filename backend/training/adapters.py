@@ -74,6 +74,8 @@ def add_adapter(module: torch.nn.Module, section, family: ModuleType, *, part: s
     ranks = _pattern(section.lora_rank_pattern, "lora_rank_pattern", modules)
     alphas = _pattern(section.lora_alpha_pattern, "lora_alpha_pattern", modules)
     alpha = section.lora_alpha if section.lora_alpha is not None else float(section.lora_rank)
+    if section.lora_algorithm == "oft":
+        _check_oft(module, modules, section)
     module.requires_grad_(False)
     inject_adapter_in_model(_peft_config(section, modules, alpha, ranks, alphas), module, adapter_name=ADAPTER)
     for name, weight in module.named_parameters():
@@ -84,6 +86,22 @@ def add_adapter(module: torch.nn.Module, section, family: ModuleType, *, part: s
     rank_of = {name: int(_matching(ranks, name, section.lora_rank)) for name in modules}
     alpha_of = {name: float(_matching(alphas, name, alpha)) for name in modules}
     return Adapter(part=part, algorithm=section.lora_algorithm, modules=modules, ranks=rank_of, alphas=alpha_of)
+
+
+def _check_oft(module: torch.nn.Module, modules: tuple[str, ...], section) -> None:
+    """OFT turns blocks of `lora_rank` inputs. Raises Trouble where they do not divide a layer's, and for what it has not."""
+    if section.lora_alpha is not None or section.lora_rank_pattern or section.lora_alpha_pattern:
+        raise Trouble(
+            "bad_value", "OFT turns inputs by blocks of one size (--lora_rank); it has no alpha and no patterns.",
+            hint="Leave --lora_alpha, --lora_rank_pattern and --lora_alpha_pattern out, or use lora.",
+        )  # fmt: skip
+    for name in modules:
+        inputs = module.get_submodule(name).in_features
+        if section.lora_rank < 2 or inputs % section.lora_rank:
+            raise Trouble(
+                "bad_value", f"OFT turns blocks of {section.lora_rank} inputs (--lora_rank), but {name} has {inputs}.",
+                hint=f"Use a number that divides it, such as {math.gcd(inputs, 96)}.",
+            )  # fmt: skip
 
 
 def _pattern(text: str | None, name: str, modules: tuple[str, ...]) -> dict[str, float]:
@@ -110,6 +128,11 @@ def _peft_config(section, modules: tuple[str, ...], alpha: float, ranks: dict, a
     ranks = {end: int(rank) for end, rank in ranks.items()}
     common = {"target_modules": list(modules), "rank_pattern": ranks, "alpha_pattern": alphas, "inference_mode": False}
     kind, dropout = section.lora_algorithm, section.lora_dropout
+    if kind == "oft":
+        return peft.OFTConfig(
+            target_modules=list(modules), r=0, oft_block_size=section.lora_rank, module_dropout=dropout, init_weights=True,
+            use_cayley_neumann=False, inference_mode=False,
+        )  # fmt: skip
     if kind in ("lora", "dora", "rslora"):
         return peft.LoraConfig(r=section.lora_rank, lora_alpha=alpha, lora_dropout=dropout, use_dora=kind == "dora",
                                use_rslora=kind == "rslora", init_lora_weights=True, **common)  # fmt: skip
@@ -126,23 +149,27 @@ def adapter_state(adapter: Adapter, weights: dict[str, torch.Tensor], *, dtype: 
     """
     state = {}
     for name, weight in weights.items():
-        key = name.removeprefix(f"{adapter.part}.").replace(f".{ADAPTER}", "")
-        key = key.removesuffix(".weight") if "lora_magnitude_vector" in key else key
-        state[key] = weight.detach().to(device="cpu", dtype=dtype).contiguous()
+        state[_key(adapter, name)] = weight.detach().to(device="cpu", dtype=dtype).contiguous()
     for module in adapter.modules:
         alpha, rank = adapter.alphas[module], adapter.ranks[module]
         if adapter.algorithm == "rslora":
             alpha *= math.sqrt(rank)
-        if adapter.algorithm in ("loha", "lokr") or alpha != rank:
+        if adapter.algorithm in ("loha", "lokr") or (alpha != rank and adapter.algorithm != "oft"):
             state[f"{module}.alpha"] = torch.tensor(alpha, dtype=torch.float32)
     return state
+
+
+def _key(adapter: Adapter, name: str) -> str:
+    """How the weight `part.parameter` is called in a file."""
+    key = name.removeprefix(f"{adapter.part}.").replace(f".{ADAPTER}", "")
+    return key.removesuffix(".weight") if "lora_magnitude_vector" in key else key
 
 
 def load_adapter(adapter: Adapter, weights: dict[str, torch.nn.Parameter], stored: dict[str, torch.Tensor]) -> int:
     """Begins from a file's factors; returns how many modules it filled. Raises Trouble where nothing or the wrong size fits."""
     filled = set()
     for name, weight in weights.items():
-        key = name.removeprefix(f"{adapter.part}.").replace(f".{ADAPTER}", "")
+        key = _key(adapter, name)
         found = _stored(key, stored)
         if found is None:
             continue

@@ -70,7 +70,6 @@ WRONG = {
     "an alpha that is infinite": ({**pair(), f"{Q}.alpha": torch.tensor(1e10).half()}, "not_finite", "alpha"),
     "an alpha of many numbers": ({**pair(), f"{Q}.alpha": torch.ones(3)}, "shape_mismatch", "one number"),
     "OFT": ({f"oft_unet_{Q.replace('.', '_')}.oft_blocks": torch.ones(4, 12, 12)}, "unknown_algorithm", "OFT"),
-    "OFT of PEFT": ({f"{Q}.oft_R.weight": torch.ones(4, 66)}, "unknown_algorithm", "OFT"),
     "GLoRA": (
         {f"{Q}.{name}.weight": torch.ones(2, 2) for name in ("a1", "a2", "b1", "b2")},
         "unknown_algorithm",
@@ -82,7 +81,6 @@ WRONG = {
         "shape_mismatch",
         r"reshape_weight .*\[48, 96\].*\[48, 48\]",
     ),
-    "OFT of PEFT, named": ({f"{Q}.oft_R.default.weight": torch.ones(4, 66)}, "unknown_algorithm", "OFT"),
     "integer codes": ({key: torch.ones_like(t).to(torch.int8) for key, t in pair().items()}, "not_supported", "int8"),
     "factors with scales": (
         {**pair(), f"{Q}.lora_A.weight_scale": torch.ones(()), f"{Q}.lora_B.weight_scale": torch.ones(())},

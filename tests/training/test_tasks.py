@@ -14,6 +14,9 @@ torch = pytest.importorskip("torch")
 from PIL import Image
 from safetensors.torch import load_file
 
+from backend.schema.knobs import from_values
+from backend.schema.training import TrainingConfig
+
 pytestmark = pytest.mark.torch
 BASE = ("--max_steps", 2, "--save_dtype", "float32", "--height", 32, "--width", 32)
 
@@ -61,14 +64,38 @@ def test_a_preset_lora_is_in_the_base_and_not_in_the_result(run_training, events
     assert all("lora_" in name for name in first)
 
 
-@pytest.mark.parametrize("kind", ["dora", "rslora", "loha", "lokr"])
-def test_other_adapters_are_read_back(run_training, tmp_path: Path, kind: str):
-    from backend.catalog.identify import identify_lora
-    from backend.families import FAMILIES
+@pytest.mark.parametrize("kind", ["dora", "rslora", "loha", "lokr", "oft"])
+def test_other_adapters_are_read_back(run_training, tmp_path: Path, tiny_qwen: Path, kind: str):
+    """By the library and by the engine, whose layers then answer as those that were trained, to the rounding of what is saved."""
+    from backend.catalog.identify import identify_lora, identify_model
+    from backend.engine import lora
+    from backend.engine.load import load_part
+    from backend.families import FAMILIES, qwen_image
+    from backend.training.adapters import add_adapter, load_adapter
 
-    assert run_training(tmp_path / "run", *BASE, "--lora_algorithm", kind, "--lora_target_modules", "to_q,to_k") == 0
-    spec = identify_lora(tmp_path / "run" / "step-2.safetensors", FAMILIES)
-    assert spec.num_modules == 4
+    flags = ("--lora_algorithm", kind, "--lora_target_modules", "to_q,to_k", "--learning_rate", 0.05)
+    assert run_training(tmp_path / "run", *BASE, *flags) == 0
+    file = tmp_path / "run" / "step-2.safetensors"
+    assert identify_lora(file, FAMILIES).num_modules == 4
+    part = identify_model(tiny_qwen, FAMILIES).parts["dit"]
+    trained, loaded = (load_part(part, dtype=torch.float32) for _ in range(2))
+    config = from_values(TrainingConfig, {"lora_algorithm": kind, "lora_target_modules": "to_q,to_k", "lora_rank": 4})
+    adapter = add_adapter(trained, config.lora, qwen_image, part="dit")
+    named = {f"dit.{name}": weight for name, weight in trained.named_parameters() if weight.requires_grad}
+    load_adapter(adapter, named, load_file(file))
+    plain = loaded.transformer_blocks[0].attn.to_q(torch.ones(1, 48))
+    receipt = lora.load(loaded, file)
+    assert receipt.layers_applied == 4 and not receipt.unused
+    for name in ("transformer_blocks.0.attn.to_q", "transformer_blocks.1.attn.to_k"):
+        x = torch.randn(3, 48)
+        torch.testing.assert_close(loaded.get_submodule(name)(x), trained.get_submodule(name)(x), rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(loaded.transformer_blocks[0].attn.to_q(torch.ones(1, 48)), plain, atol=1e-4)
+
+
+def test_oft_says_what_it_has_not(run_training, tmp_path: Path, capsys):
+    for flags, words in ((("--lora_rank", 7), "blocks of 7 inputs"), (("--lora_alpha", 2), "it has no alpha")):
+        assert run_training(tmp_path / "run", *BASE, "--lora_algorithm", "oft", *flags) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_a_lora_file_can_be_gone_on_from(run_training, tmp_path: Path, capsys):
