@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -53,13 +55,15 @@ class Store:
             return self.near[key]
         if self.folder is None:
             return None
+        path = self._path(key)
         try:
-            data = self._path(key).read_bytes()
-            found = load_tensors(data)
+            found = load_tensors(path.read_bytes())
         except FileNotFoundError:
             return None
         except Exception:  # a torn file of a lost machine: whatever the parser says, it is computed anew
             return None
+        with contextlib.suppress(OSError):
+            os.utime(path)  # the least recently used are deleted first
         self._keep_near(key, found)
         return found
 
@@ -85,15 +89,22 @@ class Store:
             self.near_bytes += size
 
 
-def prune(folder: Path, limit_bytes: float) -> None:
-    """Deletes the files that were made first until `folder` is within `limit_bytes`."""
-    files = [(path.stat().st_mtime, path.stat().st_size, path) for path in folder.rglob("*.safetensors")]
+def prune(folder: Path, limit_bytes: float, *, keep: Collection[str] = ()) -> None:
+    """Deletes the files that were used longest ago until `folder` is within `limit_bytes`; those whose keys are in `keep` stay.
+
+    What a killed process left half written goes after a day.
+    """
+    files = [(path.stat().st_mtime, path.stat().st_size, path) for path in folder.rglob("[!.]*.safetensors")]
     excess = sum(size for _, size, _ in files) - limit_bytes
     for _, size, path in sorted(files, key=lambda entry: entry[0]):
         if excess <= 0:
-            return
-        path.unlink(missing_ok=True)
-        excess -= size
+            break
+        if path.stem not in keep:
+            path.unlink(missing_ok=True)
+            excess -= size
+    for left in folder.rglob(".*.tmp"):
+        if left.stat().st_mtime < time.time() - 86400:
+            left.unlink(missing_ok=True)
 
 
 def key_of(*words) -> str:

@@ -70,7 +70,8 @@ def prepare_source(
     if not wishes.trains_text and not section.caption_shuffle:
         fill_prompts(source, base, load, wishes, sorted(prompts))
     if shared and wishes.rank == 0:
-        prune(cache, section.data_cache_gib * 2**30)
+        used = {*source.latents.values(), *(source.texts or {}).values()}
+        prune(cache, section.data_cache_gib * 2**30, keep=used)
     return source
 
 

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from PIL import Image
 from safetensors.torch import load_file
 
-from backend.training.cache import open_pixels, read_mask
+from backend.training.cache import Store, open_pixels, prune, read_mask
 from backend.training.crops import cut
 from backend.training.dataset import read_folder
 
@@ -84,6 +84,21 @@ def test_samples_at_several_strengths(run_training, events, tmp_path: Path, caps
     full = ("--trainable_models", "dit", "--sample_strengths", "0.5")
     assert run_training(tmp_path / "full", *flags, *full) == 2
     assert "need a LoRA" in capsys.readouterr().err
+
+
+def test_a_full_cache_loses_what_was_used_longest_ago_and_never_what_a_run_needs(tmp_path: Path):
+    import os
+
+    store = Store(tmp_path)
+    for number, key in enumerate(("aa", "bb", "cc", "dd")):
+        store.put(key, {"x": torch.zeros(1000)})
+        os.utime(store._path(key), (1000 + number, 1000 + number))
+    assert Store(tmp_path).get("aa") is not None  # used again
+    (tmp_path / "aa" / ".torn.1.tmp").write_bytes(b"x")
+    os.utime(tmp_path / "aa" / ".torn.1.tmp", (1000, 1000))
+    prune(tmp_path, 8300, keep={"bb"})
+    assert sorted(path.stem for path in tmp_path.rglob("*.safetensors")) == ["aa", "bb"]
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_encoders_have_left_memory_before_the_first_step(run_training, tmp_path: Path, monkeypatch):
