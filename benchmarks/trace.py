@@ -140,8 +140,15 @@ def draw_curves(path: Path, picture: Path) -> None:
             pen.line([at(0, gib * 2**30), at(seconds, gib * 2**30)], fill="#e4e4e4")
             pen.text((x0 - 34, at(0, gib * 2**30)[1] - 6), f"{gib} GiB", fill="#555555")
         for when, what in one["marks"]:
+            x = at(when, 0)[0]
             pen.line([at(when, 0), at(when, top_bytes)], fill="#f0c8a0")
-            pen.text((at(when, 0)[0] + 2, y0 + high + 4), what.replace("picture ", ""), fill="#b06010")
+            if what != "load":
+                side = (
+                    {"xy": (x - 3, y0 + high + 4), "anchor": "ra"}
+                    if what == "unload"
+                    else {"xy": (x + 2, y0 + high + 4)}
+                )
+                pen.text(text=what, fill="#b06010", **side)
         for dash in range(0, wide, 6):
             y = at(0, one["file_bytes"])[1]
             pen.line([x0 + dash, y, x0 + dash + 2, y], fill="#cc3333")
