@@ -26,6 +26,7 @@ from backend.schema.messages import Trouble
 from backend.schema.places import places
 from studio import (
     engine_view,
+    form,
     gallery,
     generate,
     generate_events,
@@ -40,67 +41,67 @@ from studio import (
     train_events,
     use_graph,
 )
+from studio.asking import QUIET, ask, ask_at_first
 from studio.shield import Shield
 from studio.studio import Studio, live
 
 TICK_SECONDS = 0.7
-QUIET = {"show_progress": "hidden", "queue": False}
-TABS = ("generate", "models", "train", "preferences")
 
 
 def build(studio: Studio) -> gr.Blocks:
     """The whole page. Nothing runs yet."""
+    form.clamp_sliders()
     with gr.Blocks(title="Loft", analytics_enabled=False, fill_width=True) as page:
         ui = session.browser_choices()
         shown, most, looks = gr.State({}), gr.State(gallery.PAGE_PICTURES), gr.State(0)
         timer = gr.Timer(TICK_SECONDS, active=False)  # until the form is filled
+        here = gr.Textbox(visible=False)  # filled in by the page's script with the tab that is looked at
         strip = live(name="strip")
         with gr.Tabs(elem_id="tabs") as tabs:
-            with gr.Tab("Generate", id="generate"):
+            with gr.Tab("Generate", id="generate", elem_id="tab-generate"):
                 generate_tab = generate.build(studio)
-            with gr.Tab("LoRAs and models", id="models"):
+            with gr.Tab("LoRAs and models", id="models", elem_id="tab-models"):
                 models_tab = models.build(studio)
-            with gr.Tab("Train", id="train"):
+            with gr.Tab("Train", id="train", elem_id="tab-train"):
                 train_tab = train.build(studio)
-            with gr.Tab("Preferences", id="preferences"):
+            with gr.Tab("Preferences", id="preferences", elem_id="tab-preferences"):
                 preferences_tab = preferences.build(studio)
         outputs = [strip, *generate_tab.live_outputs, *models_tab.live_outputs, *train_tab.live_outputs, shown]
 
         # What the regions depend on is never kept in `shown`: only ticks write that, and two may overlap.
-        wishes = {"most": most, "looks": looks, "search": models_tab.search, "only": models_tab.only}
+        wishes = {"most": most, "looks": looks, "search": models_tab.search, "only": models_tab.only, "tab": here}
 
         def tick(choice: dict, seen: dict, *wished):
             choice = _whole(choice) | dict(zip(wishes, wished, strict=True))
             return _draw(studio, (generate_tab, models_tab, train_tab), choice, seen)
 
-        look = {"inputs": [ui, shown, *wishes.values()], "outputs": outputs, "show_progress": "hidden", "queue": False}
+        look = {"inputs": [ui, shown, *wishes.values()], "outputs": outputs, "js": theme.LOOK} | QUIET
         timer.tick(tick, trigger_mode="once", **look)
 
         def redraw(event):
             return event.then(tick, **look)
 
         def use_lora(event):
-            added = event.then(
-                add_lora, [ui, prompt_box, generate_tab.rows.count, *generate_tab.rows.inputs], use_outputs, **QUIET
-            )
-            return redraw(added)
+            rows = generate_tab.rows
+            head, outputs = [ui, rows.count, *rows.inputs], [ui, tabs, *rows.outputs]
+            return redraw(ask(event.then, add_lora, head, [prompt_box], outputs, generate_tab.keeping))
 
-        def add_lora(choice: dict, prompt: str, count: int, *values):
+        def add_lora(choice: dict, count: int, *values):
+            *rows, prompt = values
             choices = shelf.lora_choices(shelf.loras(studio), studio)
-            uses = lora_rows.with_lora(lora_rows.pairs(values)[:count], choice["lora"])
+            uses = lora_rows.with_lora(lora_rows.pairs(rows)[:count], choice["lora"])
             spec = models.chosen(studio, choice["lora"])
             words = generate_events.with_trigger(prompt, spec.trigger_words if spec else ())
-            rows = lora_rows.show(uses, choices)
-            return [choice | {"tab": "generate", "picture": ""}, gr.Tabs(selected="generate"), words, *rows]
+            shown_rows = lora_rows.show(uses, choices)
+            return [words], choice | {"picture": ""}, gr.Tabs(selected="generate"), *shown_rows
 
         prompt_box = generate_tab.form.controls["prompt"]
-        use_outputs = [ui, tabs, prompt_box, *generate_tab.rows.outputs]
         generate_events.wire(studio, generate_tab, ui, most, redraw)
         models_events.wire(studio, models_tab, ui, looks, redraw, use_lora, train_tab, tabs)
         train_events.wire(studio, train_tab, ui, redraw, use_lora)
         preferences.wire(studio, preferences_tab)
-        _wire_tabs(studio, tabs, ui, generate_tab, redraw)
-        _wire_load(studio, page, timer, tabs, ui, generate_tab, train_tab, preferences_tab, redraw)
+        _wire_tabs(studio, tabs, generate_tab, redraw)
+        _wire_load(studio, page, timer, tabs, ui, here, generate_tab, train_tab, preferences_tab, redraw)
     return page
 
 
@@ -134,31 +135,36 @@ def _draw(studio: Studio, parts: tuple, choice: dict, seen: dict) -> list:
     return [*out, seen]
 
 
-def _wire_tabs(studio: Studio, tabs: gr.Tabs, ui: gr.BrowserState, generate_tab, redraw: Callable) -> None:
-    def select(event: gr.SelectData, choice: dict):
-        name = TABS[event.index] if isinstance(event.index, int) and event.index < len(TABS) else "generate"
-        choices = shelf.lora_choices(shelf.loras(studio), studio) if name == "generate" else None
-        rows = [gr.skip() if choices is None else gr.update(choices=choices)] * len(generate_tab.rows.files)
-        return [_whole(choice) | {"tab": name}, *rows]
+def _wire_tabs(studio: Studio, tabs: gr.Tabs, generate_tab, redraw: Callable) -> None:
+    def select(event: gr.SelectData):
+        if event.index:  # the first tab alone has a choice of LoRAs
+            return [gr.skip()] * len(generate_tab.rows.files)
+        return [gr.update(choices=shelf.lora_choices(shelf.loras(studio), studio))] * len(generate_tab.rows.files)
 
-    redraw(tabs.select(select, ui, [ui, *generate_tab.rows.files], show_progress="hidden", queue=False))
+    redraw(tabs.select(select, None, generate_tab.rows.files, **QUIET))
 
 
-def _wire_load(studio, page, timer, tabs, ui, generate_tab, train_tab, preferences_tab, redraw) -> None:
-    def load(choice: dict):
-        choice = _whole(choice)
+def _wire_load(studio, page, timer, tabs, ui, here, generate_tab, train_tab, preferences_tab, redraw) -> None:
+    """Brings the forms back. The page may have been typed into before the answer comes: that stays."""
+    parts = (generate_tab, train_tab, preferences_tab)
+    groups = [tab.fields if tab is generate_tab else tab.form.components for tab in parts]
+    def load(choice: dict, tab: str, *_):
         request, loras = generate.remembered(studio)
         found = shelf.models(studio)
-        model = gr.update(choices=shelf.model_choices(found, studio), value=request.model)
-        filled = generate.fill(generate_tab, request, loras, shelf.lora_choices(shelf.loras(studio), studio))
-        filled[list(generate_tab.form.controls).index("model")] = model
+        fields, others = generate.fill(generate_tab, request, loras, shelf.lora_choices(shelf.loras(studio), studio))
+        fields[list(generate_tab.form.controls).index("model")] = gr.update(
+            choices=shelf.model_choices(found, studio), value=request.model
+        )
+        training, rest = train.fill_remembered(studio, train_tab)
+        kept = form.fill(preferences_tab.form, studio.preferences())
         return [
-            choice, gr.Timer(active=True), gr.Tabs(selected=choice["tab"]), *filled, *train.fill_remembered(studio, train_tab),
-            *preferences.fill(studio, preferences_tab),
+            [*fields, *training, *kept], _whole(choice), gr.Timer(active=True), gr.Tabs(selected=tab or "generate"), *others, *rest,
         ]  # fmt: skip
 
-    outputs = [ui, timer, tabs, *generate_tab.form_outputs, *train_tab.form_outputs, *preferences_tab.outputs]
-    event = page.load(load, ui, outputs, show_progress="hidden")
+    outputs = [ui, timer, tabs, *generate_tab.others, *train_tab.others]
+    every = [part for group in groups for part in group]
+    forms = [tab.keeping for tab in parts]
+    event = ask_at_first(page.load, load, [ui, here], every, outputs, forms, js=theme.REMEMBER)
     redraw(event)
     theme_wish = preferences_tab.form.controls["theme"]
     event.then(None, theme_wish, None, js=theme.APPLY_THEME)

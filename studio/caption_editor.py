@@ -20,8 +20,31 @@ GREY = (
 )
 
 
-def editor(folder: Path, *, page: int) -> str:
-    """One page of the dataset in `folder`. Thumbnails are inline, for the folder itself is not served."""
+# What was typed is kept until another set is shown, also over pages that are turned and sets that moved.
+SCRIPT = """
+const typed = new Map();
+let shown = "";
+element.loftTyped = () => ({set: shown, edits: Object.fromEntries(typed)});
+element.addEventListener("input", (event) => {
+  const field = event.target.closest("[data-field]");
+  if (field) typed.set(field.dataset.field, field.value);
+});
+new MutationObserver(() => {
+  const head = element.querySelector("[data-set]");
+  if (!head) return;
+  if (head.dataset.set !== shown && head.dataset.was !== shown) typed.clear();
+  shown = head.dataset.set;
+  for (const field of element.querySelectorAll("[data-field]"))
+    if (typed.has(field.dataset.field)) field.value = typed.get(field.dataset.field);
+}).observe(element, {childList: true, subtree: true});
+"""
+
+
+def editor(folder: Path, *, page: int, was: str = "") -> str:
+    """One page of the dataset in `folder`. Thumbnails are inline, for the folder itself is not served.
+
+    `was` is the folder of the same set before it was copied: what was typed there and not saved yet belongs here.
+    """
     try:
         found = pictures_in(folder)
     except Trouble as trouble:
@@ -33,7 +56,7 @@ def editor(folder: Path, *, page: int) -> str:
     tiles = "".join(_tile(path, folder, captions) for path in found[page * PAGE : (page + 1) * PAGE])
     words = count_words(len(found), "picture") + (f", captions from {table.name}" if table else "")
     save = "" if table else '<button type="button" class="quiet" data-do="save" data-collect>Save captions</button>'
-    return f'<div class="editor-head"><b>{safe(words)}</b>{_turn(page, pages)}{save}</div><div class="captions">{tiles}</div>'
+    return f'<div class="editor-head" data-set="{safe(folder)}" data-was="{safe(was)}"><b>{safe(words)}</b>{_turn(page, pages)}{save}</div><div class="captions">{tiles}</div>'
 
 
 def _turn(page: int, pages: int) -> str:
@@ -49,7 +72,8 @@ def _turn(page: int, pages: int) -> str:
 
 def _tile(path: Path, folder: Path, captions: dict[str, str] | None) -> str:
     if captions is None:
-        text, field = read_caption(path.with_suffix(".txt")), f'data-field="{safe(path)}"'
+        name = path.relative_to(folder).as_posix()
+        text, field = read_caption(path.with_suffix(".txt")), f'data-field="{safe(name)}"'
     else:
         text, field = captions.get(path.relative_to(folder).as_posix(), captions.get(path.name, "")), "readonly"
     return (

@@ -109,11 +109,11 @@ def read_caption(path: Path) -> str:
 
 
 def save(folder: Path, edits: dict[str, str], places: Places) -> tuple[Path, str]:
-    """Writes edited captions (by picture path) as .txt files. Returns the dataset's folder and a sentence.
+    """Writes edited captions (by the picture's path inside `folder`) as .txt files. Returns the dataset's folder and a sentence.
 
     A set that comes with Loft is copied to the user's datasets first. Texts that were there move to a dated folder beside.
     """
-    known = {str(path): path for path in pictures_in(folder)}
+    known = {path.relative_to(folder).as_posix(): path for path in pictures_in(folder)}
     wanted = {known[name]: text.strip() for name, text in edits.items() if name in known}
     wanted = {path: text for path, text in wanted.items() if read_caption(path.with_suffix(".txt")) != text}
     if not wanted:

@@ -9,10 +9,23 @@ import gradio as gr
 
 from backend.schema.knobs import Knob, from_values, knobs_of, to_values
 from backend.schema.messages import Trouble
+from studio.words import choice_words
 
 MOST_RADIO_CHOICES = 3
 MOST_SLIDER_STOPS = 400
 BLANK = "(default)"
+
+
+def clamp_sliders() -> None:
+    """Has every slider bring a typed number into its range, as its field does on leaving it; by itself Gradio's fails.
+
+    Not a class of our own: Gradio writes a stub file beside the source of each.
+    """
+    gr.Slider.preprocess = _clamped
+
+
+def _clamped(slider: gr.Slider, payload: float | None) -> float:
+    return min(max(payload or 0, slider.minimum), slider.maximum)
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,7 @@ def control(item: Knob, value: object, **look) -> gr.components.Component:
     if item.choices:
         options = ([BLANK] if item.optional else []) + list(item.choices)
         kind = gr.Radio if len(options) <= MOST_RADIO_CHOICES else gr.Dropdown
-        return kind(choices=options, **said)
+        return kind(choices=[(choice_words(option), option) for option in options], **said)
     if item.kind is bool:
         return gr.Checkbox(**said)
     if item.kind in (int, float):
@@ -90,14 +103,19 @@ def sections_of(cls: type, *, skip: Sequence[str] = ()) -> dict[str, list[Knob]]
     return sections
 
 
-def folds(cls: type, config, *, skip: Sequence[str] = (), per_row: int = 2) -> dict[str, gr.components.Component]:
-    """A fold for each section under the current block: its basic knobs first, its advanced ones in a fold inside."""
+def folds(
+    cls: type, config, *, skip: Sequence[str] = (), per_row: int = 2, title: str = "More"
+) -> dict[str, gr.components.Component]:
+    """A fold for each section under the current block: its basic knobs first, its advanced ones in a fold inside.
+
+    `title` is the fold of what belongs to no section.
+    """
     values = to_values(config)
     controls: dict[str, gr.components.Component] = {}
     for heading, knobs in sections_of(cls, skip=skip).items():
         basic = [item for item in knobs if item.level == "basic"]
         advanced = [item for item in knobs if item.level != "basic"]
-        with gr.Accordion(heading or "More", open=False, elem_classes="fold"):
+        with gr.Accordion(heading or title, open=False, elem_classes="fold"):
             controls |= rows(basic, values, per_row=per_row)
             if basic and advanced:
                 with gr.Accordion("More of this", open=False, elem_classes="fold inner"):
@@ -149,3 +167,39 @@ def read_or_none(form: Form, values: Sequence, *, base=None):
         return read(form, values, base=base)
     except Trouble:
         return None
+
+
+def faults(form: Form, values: Sequence) -> dict[str, str]:
+    """A sentence for each control whose value cannot be, by knob name."""
+    found = {}
+    for item in knobs_of(form.cls):
+        if item.name in form.controls:
+            value = given(item, values[list(form.controls).index(item.name)])
+            try:
+                from_values(form.cls, {item.name: value})
+            except Trouble as trouble:
+                found[item.name] = str(trouble).replace(f" (--{item.name})", "")
+    return found
+
+
+def changes(form: Form, wanted: dict[str, object]) -> list:
+    """An update for each control of those of `wanted` (values or `gr.update`s by knob name), none for the others."""
+    known = {item.name: item for item in knobs_of(form.cls)}
+    return [
+        gr.skip() if name not in wanted else _update(known[name], wanted[name]) for name in form.controls
+    ]
+
+
+def _update(item: Knob, value: object) -> object:
+    return value if isinstance(value, dict) else shown(item, value)
+
+
+def differing(form: Form, config, values: Sequence) -> dict[str, object]:
+    """What `config` has otherwise than the controls' `values`, by knob name."""
+    known = {item.name: item for item in knobs_of(form.cls)}
+    wanted = to_values(config)
+    return {
+        name: wanted[name]
+        for name, value in zip(form.controls, values, strict=True)
+        if shown(known[name], wanted[name]) != value
+    }

@@ -12,6 +12,7 @@ from backend.schema.knobs import knobs_of, to_values
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest, LoraUse
 from studio import form, gallery, lora_rows, plan_panel
+from studio.asking import Keeping, keeping
 from studio.engine_view import busy, progress_panel
 from studio.form import Form
 from studio.lora_rows import LoraRows
@@ -20,7 +21,12 @@ from studio.session import config_from, read_values, request_file
 from studio.studio import Studio, live
 from studio.use_graph import Use, graph, watched
 
-FIELDS = ("model", "prompt", "negative_prompt", "width", "height", "num_inference_steps", "guidance", "seed", "count")
+# Those that have a place of their own; whatever else a request can hold comes under "More settings".
+FIELDS = (
+    "model", "prompt", "negative_prompt", "width", "height", "num_inference_steps", "guidance", "seed", "count",
+    "denoising_strength",
+)  # fmt: skip
+NO_FIELD = ("input_image",)
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,7 @@ class Generate:
     dice: gr.Button
     again: gr.Button
     start_picture: gr.Image
+    start_fold: gr.Accordion
     rows: LoraRows
     go: gr.Button
     cancel: gr.Button
@@ -43,16 +50,23 @@ class Generate:
     actions: tuple[gr.Button, ...]
     drop: gr.File
     plan: gr.HTML
+    faults: gr.HTML
+    keeping: Keeping
+
+    @property
+    def fields(self) -> list:
+        """What the user types or chooses; the first of what `fill` has updates for."""
+        return [*self.form.components, self.fresh, *self.rows.inputs]
+
+    @property
+    def others(self) -> list:
+        """What else `fill` has updates for."""
+        return [self.start_picture, *self.rows.boxes, self.rows.add, self.rows.count]
 
     @property
     def inputs(self) -> list:
         """Everything that makes a request, in the order `read_inputs` takes."""
-        return [*self.form.components, self.fresh, self.start_picture, *self.rows.inputs]
-
-    @property
-    def form_outputs(self) -> list:
-        """What `fill` has values for."""
-        return [*self.form.components, self.fresh, self.start_picture, *self.rows.outputs]
+        return [*self.fields, self.start_picture]
 
     @property
     def live_outputs(self) -> list:
@@ -79,6 +93,7 @@ def build(studio: Studio) -> Generate:
                 go = gr.Button("Generate", variant="primary", scale=3, min_width=140, elem_id="generate")
                 cancel = gr.Button("Cancel", variant="stop", scale=1, min_width=90, elem_id="cancel", interactive=False)
             said = gr.HTML("", elem_id="said")
+            faults = gr.HTML("", elem_id="faults", elem_classes="faults")
             plan = live(name="plan")
             with gr.Row(equal_height=True, elem_classes="fields"):
                 made["width"] = control("width", info=None, label="Width", min_width=90)
@@ -102,7 +117,7 @@ def build(studio: Studio) -> Generate:
             with gr.Column(elem_classes="plain-group"):
                 gr.HTML('<h3 class="section">LoRAs</h3>')
                 rows = lora_rows.build([], loras)
-            with gr.Accordion("Start from a picture", open=request.input_image is not None, elem_id="start-from"):
+            with gr.Accordion("Start from a picture", open=request.input_image is not None, elem_id="start-from") as start_fold:
                 start_picture = gr.Image(
                     value=request.input_image,
                     type="filepath",
@@ -114,6 +129,7 @@ def build(studio: Studio) -> Generate:
                     elem_id="start-picture",
                 )
                 made["denoising_strength"] = control("denoising_strength", label="Strength")
+            made |= form.folds(GenerationRequest, request, skip=(*FIELDS, *NO_FIELD), title="More settings")
             with gr.Accordion("Settings from a picture", open=False, elem_id="settings-from"):
                 drop = gr.File(
                     label="Drop a PNG that was made here",
@@ -133,12 +149,10 @@ def build(studio: Studio) -> Generate:
                     for i, label in enumerate(labels)
                 )
             receipt = live(name="receipt")
-    ordered = {name: made[name] for name in (*FIELDS, "denoising_strength")}
-    tab = Generate(
-        Form(GenerationRequest, ordered), fresh, dice, again, start_picture, rows, go, cancel, said, progress, stage, receipt, thumbs,
-        actions, drop, plan,
+    return Generate(
+        Form(GenerationRequest, made), fresh, dice, again, start_picture, start_fold, rows, go, cancel, said, progress, stage,
+        receipt, thumbs, actions, drop, plan, faults, keeping(),
     )  # fmt: skip
-    return tab
 
 
 def remembered(studio: Studio) -> tuple[GenerationRequest, tuple[LoraUse, ...]]:
@@ -161,23 +175,23 @@ def whole_request(studio: Studio) -> GenerationRequest:
 
 
 def read_inputs(tab: Generate, values: tuple, studio: Studio) -> GenerationRequest:
-    """The request that the form shows. Raises Trouble for a value that cannot be."""
+    """The request that the values of `tab.inputs` mean. Raises Trouble for a value that cannot be."""
     count = len(tab.form.controls)
     request = form.read(tab.form, values[:count])
-    picture = values[count + 1]
+    *rows, picture = values[count + 1 :]
     if picture and not is_inside(Path(picture), (studio.places.user / "inputs", studio.places.outputs)):
         picture = str(keep_input(Path(picture), studio.places))
-    return replace(request, input_image=picture or None, loras=lora_rows.read(values[count + 2 :]))
+    return replace(request, input_image=picture or None, loras=lora_rows.read(rows))
 
 
-def fill(tab: Generate, request: GenerationRequest, loras: tuple[LoraUse, ...], choices=None, *, fresh=None) -> list:
-    """Updates for `tab.form_outputs`."""
-    return [
-        *form.fill(tab.form, request),
-        gr.skip() if fresh is None else fresh,
-        request.input_image,
-        *lora_rows.show([(use.path, use.strength) for use in loras], choices),
-    ]
+def fill(
+    tab: Generate, request: GenerationRequest, loras: tuple[LoraUse, ...], choices=None, *, fresh=None
+) -> tuple[list, list]:
+    """Updates for `tab.fields` and for `tab.others`."""
+    rows = lora_rows.show([(use.path, use.strength) for use in loras], choices)
+    boxes, ends = len(tab.rows.boxes), len(rows) - 2
+    fields = [*form.fill(tab.form, request), gr.skip() if fresh is None else fresh, *rows[boxes:ends]]
+    return fields, [request.input_image, *rows[:boxes], *rows[ends:]]
 
 
 def view(

@@ -9,44 +9,76 @@ from pathlib import Path
 
 import gradio as gr
 
-from backend.schema.knobs import to_values
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest, request_to_values
 from studio import form, gallery, plan_panel, shelf
+from studio.asking import QUIET, ask, unchanged
 from studio.generate import Generate, fill, plan_of, read_inputs
 from studio.pictures import is_inside, read_settings, to_trash
 from studio.restore import restore
-from studio.session import read_values, request_file, write_values
+from studio.session import request_file, write_values
 from studio.studio import Studio
-from studio.words import notice, trouble_notice
+from studio.words import faults_style, notice, trouble_notice
 
-QUIET = {"show_progress": "hidden", "queue": False}
 GUESS_SEEDS = 2**32
 # On a narrow window the picture lies below the form.
 SHOW_STAGE = "() => { if (innerWidth <= 820) document.querySelector('#stage').scrollIntoView({behavior: 'smooth'}); }"
 
 
-def _wire_seed(studio: Studio, tab: Generate) -> None:
-    seed = tab.form.controls["seed"]
-    tab.dice.click(lambda: (secrets.randbelow(GUESS_SEEDS), False), None, [seed, tab.fresh], **QUIET)
-
-    def last_seed():
-        picture = gallery.chosen_picture(studio, "")
-        try:
-            found = read_settings(picture).seed if picture else None
-        except Trouble:
-            found = None
-        return (gr.skip(), gr.skip()) if found is None else (found, False)
-
-    tab.again.click(last_seed, None, [seed, tab.fresh], **QUIET)
-
-
 def wire(studio: Studio, tab: Generate, ui: gr.BrowserState, most: gr.State, redraw: Callable) -> None:
     """Binds what the buttons do. `redraw(event)` has the page drawn again after an event."""
+    _wire_form(studio, tab, ui, redraw)
+    _wire_go(studio, tab, ui, redraw)
+    _wire_seed(studio, tab)
+    _wire_restore(studio, tab, ui)
+    _wire_pictures(studio, tab, ui, most, redraw)
 
-    def submit(choice: dict, *values):
+
+def _changes(tab: Generate, wanted: dict[str, object], *, fresh: object = None) -> list:
+    """Updates for `tab.fields` that change only the settings of `wanted`, and `fresh`."""
+    skip = gr.skip()
+    return [*form.changes(tab.form, wanted), skip if fresh is None else fresh, *[skip] * len(tab.rows.inputs)]
+
+
+def _wire_form(studio: Studio, tab: Generate, ui: gr.BrowserState, redraw: Callable) -> None:
+    """The form is kept as it is typed; the model's usual settings and "Make it fit" change it."""
+
+    def changed(choice: dict, *values):
         try:
             request = read_inputs(tab, values, studio)
+        except Trouble:
+            wrong = form.faults(tab.form, values[: len(tab.form.controls)])
+            return gr.skip(), faults_style(wrong, prefix="set-")
+        except OSError:
+            return gr.skip(), ""  # the picture it starts from is being replaced; the next change comes soon
+        write_values(request_file(studio.places), request_to_values(request))
+        return plan_of(studio, request, choice["card"]), ""
+
+    also = (tab.start_picture.change, tab.rows.count.change)
+    tab.keeping.keep(changed, tab.fields, [ui], tab.inputs, [tab.plan, tab.faults], *also)
+
+    def fit_model(model: str, *values):
+        return [_changes(tab, shelf.request_defaults(shelf.models(studio), model, studio))]
+
+    model = tab.form.controls["model"]
+    ask(model.input, fit_model, [model], tab.fields, [], tab.keeping, trigger_mode="always_last")
+
+    def act_on_plan(event: gr.EventData, choice: dict, picture: str | None, *values):
+        if event.do == "card":
+            return unchanged(tab.fields), choice | {"card": event.what}
+        try:
+            request = smaller_until_it_fits(studio, read_inputs(tab, (*values, picture), studio), choice["card"])
+        except Trouble:
+            return unchanged(tab.fields), choice
+        return _changes(tab, {"width": request.width, "height": request.height}), choice
+
+    redraw(ask(tab.plan.act, act_on_plan, [ui, tab.start_picture], tab.fields, [ui], tab.keeping))
+
+
+def _wire_go(studio: Studio, tab: Generate, ui: gr.BrowserState, redraw: Callable) -> None:
+    def submit(choice: dict, picture: str | None, *values):
+        try:
+            request = read_inputs(tab, (*values, picture), studio)
             if values[len(tab.form.controls)]:
                 request = replace(request, seed=secrets.randbelow(GUESS_SEEDS))
             if not request.prompt.strip() and not request.input_image:
@@ -54,51 +86,62 @@ def wire(studio: Studio, tab: Generate, ui: gr.BrowserState, most: gr.State, red
             studio.engine.submit(request)
             write_values(request_file(studio.places), request_to_values(request))
         except Trouble as trouble:
-            return gr.skip(), trouble_notice(trouble), gr.skip()
-        return request.seed, "", choice | {"picture": ""}
+            return unchanged(tab.fields), trouble_notice(trouble), gr.skip()
+        return _changes(tab, {"seed": request.seed}), "", choice | {"picture": ""}
 
-    seed = tab.form.controls["seed"]
     tab.go.click(None, None, None, js=SHOW_STAGE)
     for event in (tab.go.click, tab.form.controls["prompt"].submit):
-        redraw(event(submit, [ui, *tab.inputs], [seed, tab.said, ui], **QUIET))
+        redraw(ask(event, submit, [ui, tab.start_picture], tab.fields, [tab.said, ui], tab.keeping))
     redraw(tab.cancel.click(lambda: studio.engine.cancel(), None, None, **QUIET))
 
-    def changed(choice: dict, *values):
+
+def _wire_seed(studio: Studio, tab: Generate) -> None:
+    def roll(*values):
+        return [_changes(tab, {"seed": secrets.randbelow(GUESS_SEEDS)}, fresh=False)]
+
+    ask(tab.dice.click, roll, [], tab.fields, [], tab.keeping)
+
+    def last_seed(*values):
+        picture = gallery.chosen_picture(studio, "")
         try:
-            request = read_inputs(tab, values, studio)
-        except (Trouble, OSError):
-            return gr.skip()  # half-typed; the next change comes soon
-        write_values(request_file(studio.places), request_to_values(request))
-        return plan_of(studio, request, choice["card"])
-
-    changes = [part.input for part in (*tab.form.components, *tab.rows.inputs)]
-    changes += [tab.start_picture.change, tab.rows.count.change]
-    gr.on(changes, changed, [ui, *tab.inputs], tab.plan, trigger_mode="always_last", **QUIET)
-
-    def fit_model(model: str, *values):
-        request = form.read_or_none(tab.form, values)
-        if request is None:
-            return [gr.skip()] * len(values)
-        request = replace(request, **shelf.request_defaults(shelf.models(studio), model, studio))
-        write_values(request_file(studio.places), read_values(request_file(studio.places)) | to_values(request))
-        return form.fill(tab.form, request)
-
-    model = tab.form.controls["model"]
-    model.input(fit_model, [model, *tab.form.components], tab.form.components, **QUIET)
-
-    def act_on_plan(event: gr.EventData, choice: dict, *values):
-        if event.do == "card":
-            return [*[gr.skip()] * len(tab.form.components), choice | {"card": event.what}]
-        try:
-            request = smaller_until_it_fits(studio, read_inputs(tab, values, studio), choice["card"])
+            found = read_settings(picture).seed if picture else None
         except Trouble:
-            return [*[gr.skip()] * len(tab.form.components), choice]
-        write_values(request_file(studio.places), request_to_values(request))
-        return [*form.fill(tab.form, request), choice]
+            found = None
+        return [unchanged(tab.fields) if found is None else _changes(tab, {"seed": found}, fresh=False)]
 
-    redraw(tab.plan.act(act_on_plan, [ui, *tab.inputs], [*tab.form.components, ui], **QUIET))
-    _wire_seed(studio, tab)
-    _wire_pictures(studio, tab, ui, most, redraw)
+    ask(tab.again.click, last_seed, [], tab.fields, [], tab.keeping)
+
+
+def _wire_restore(studio: Studio, tab: Generate, ui: gr.BrowserState) -> None:
+    """Settings come back from a picture, be it one that was made here or one that was dropped."""
+
+    def from_path(path: Path | None):
+        if path is None:
+            return unchanged(tab.fields), *unchanged(tab.others), notice("There is no picture yet.")
+        try:
+            settings = read_settings(path)
+        except Trouble as trouble:
+            return unchanged(tab.fields), *unchanged(tab.others), trouble_notice(trouble)
+        models = [value for _, value in shelf.model_choices(shelf.models(studio), studio)]
+        choices = shelf.lora_choices(shelf.loras(studio), studio)
+        files = [Path(value) for _, value in choices]
+        back = restore(settings, models=models, loras=files, places=studio.places)
+        words = " ".join(back.missing)
+        said = notice(words, kind="warn") if words else notice(f"These are the settings of {path.name}.", kind="good")
+        fields, others = fill(tab, back.request, back.loras, choices, fresh=False)
+        return fields, *others, said
+
+    use = tab.actions[0]
+    outputs = [*tab.others, tab.said]
+
+    def from_shown(choice: dict, *values):
+        return from_path(gallery.chosen_picture(studio, choice["picture"]))
+
+    def from_dropped(path: str | None, *values):
+        return from_path(Path(path) if path else None)
+
+    ask(use.click, from_shown, [ui], tab.fields, outputs, tab.keeping)
+    ask(tab.drop.upload, from_dropped, [tab.drop], tab.fields, outputs, tab.keeping, trigger_mode="always_last")
 
 
 def _wire_pictures(studio: Studio, tab: Generate, ui: gr.BrowserState, most: gr.State, redraw: Callable) -> None:
@@ -109,39 +152,16 @@ def _wire_pictures(studio: Studio, tab: Generate, ui: gr.BrowserState, most: gr.
 
     on = [ui, most]
     redraw(tab.thumbs.act(act, on, on, **QUIET))
-
-    def from_path(path: Path | None):
-        if path is None:
-            return [gr.skip()] * len(tab.form_outputs) + [notice("There is no picture yet.")]
-        try:
-            settings = read_settings(path)
-        except Trouble as trouble:
-            return [gr.skip()] * len(tab.form_outputs) + [trouble_notice(trouble)]
-        models = [value for _, value in shelf.model_choices(shelf.models(studio), studio)]
-        choices = shelf.lora_choices(shelf.loras(studio), studio)
-        files = [Path(value) for _, value in choices]
-        back = restore(settings, models=models, loras=files, places=studio.places)
-        write_values(request_file(studio.places), request_to_values(replace(back.request, loras=back.loras)))
-        words = " ".join(back.missing)
-        said = notice(words, kind="warn") if words else notice(f"These are the settings of {path.name}.", kind="good")
-        return [*fill(tab, back.request, back.loras, choices, fresh=False), said]
-
-    use, start, trash = tab.actions
-    use.click(
-        lambda choice: from_path(gallery.chosen_picture(studio, choice["picture"])),
-        ui,
-        [*tab.form_outputs, tab.said],
-        **QUIET,
-    )
-    tab.drop.upload(lambda path: from_path(Path(path)), tab.drop, [*tab.form_outputs, tab.said], **QUIET)
+    _, start, trash = tab.actions
 
     def start_from(choice: dict):
         picture = gallery.chosen_picture(studio, choice["picture"])
         if picture is None:
-            return gr.skip(), notice("There is no picture to start from.")
-        return str(picture), notice(f"What is made next starts from {picture.name}, under “Start from a picture”.")
+            return gr.skip(), gr.skip(), notice("There is no picture to start from.")
+        said = notice(f"What is made next starts from {picture.name}, under “Start from a picture”.")
+        return str(picture), gr.update(open=True), said
 
-    start.click(start_from, ui, [tab.start_picture, tab.said], **QUIET)
+    start.click(start_from, ui, [tab.start_picture, tab.start_fold, tab.said], **QUIET)
 
     def discard(choice: dict):
         picture = gallery.chosen_picture(studio, choice["picture"])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import gradio as gr
 
 from backend.schema.request import LoraUse
+from studio.asking import QUIET
 
 MOST_ROWS = 8
 
@@ -76,19 +77,18 @@ def build(choices: Sequence[tuple[str, str]], uses: Sequence[LoraUse]) -> LoraRo
 
 
 def _wire(rows: LoraRows) -> None:
-    quick = {"show_progress": "hidden", "queue": False}
     rows.add.click(
         lambda count, *values: show([*pairs(values)[:count], ("", 1.0)]),
         [rows.count, *rows.inputs],
         rows.outputs,
-        **quick,
+        **QUIET,
     )
     for i, button in enumerate(rows.removes):
         button.click(
             lambda count, *values, i=i: show([pair for j, pair in enumerate(pairs(values)[:count]) if j != i]),
             [rows.count, *rows.inputs],
             rows.outputs,
-            **quick,
+            **QUIET,
         )
 
 

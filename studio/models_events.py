@@ -9,14 +9,13 @@ import gradio as gr
 
 from backend.catalog import library
 from studio import again, shelf, tools
+from studio.asking import QUIET
 from studio.models import UNKNOWN, ModelsTab, chosen
 from studio.pictures import is_inside, to_trash
 from studio.session import training_file, write_config
 from studio.studio import Studio
 from studio.train import Train, fill, remembered
 from studio.words import notice
-
-QUIET = {"show_progress": "hidden", "queue": False}
 
 
 def wire(
@@ -59,7 +58,7 @@ def wire(
         words = notice(
             f"The form holds what {spec.path.name} says about its training. Choose the pictures.", kind="good"
         )
-        return [choice | {"tab": "train"}, gr.Tabs(selected="train"), *fill(studio, train, config), words]
+        return [choice, gr.Tabs(selected="train"), *fill(studio, train, config), words]
 
     redraw(tab.buttons["again"].click(train_again, ui, [ui, tabs, *train.form_outputs, train.said], **QUIET))
 

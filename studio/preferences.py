@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import gradio as gr
 
+from backend.host import card
 from backend.schema.knobs import knobs_of, to_values
-from backend.schema.messages import Trouble
 from backend.schema.preferences import Preferences
+from backend.schema.vram import Card
 from studio import form, theme
+from studio.asking import Keeping, keeping
 from studio.draw import facts
 from studio.form import Form
 from studio.session import preferences_file, read_preferences, write_config
 from studio.studio import Studio
-from studio.words import notice, trouble_notice
+from studio.words import faults_style, notice
 
 GROUPS = (
     ("Folders", ("model_folders", "lora_folders")),
@@ -23,17 +26,15 @@ GROUPS = (
     ("Downloads", ("download_source", "offline")),
     ("Look", ("theme",)),
 )
+UNSEEN = ("xpu", "npu")  # kinds of cards that only torch, in the worker, can see
 
 
 @dataclass(frozen=True)
 class PreferencesTab:
     form: Form
     said: gr.HTML
-    places: gr.HTML
-
-    @property
-    def outputs(self) -> list:
-        return [*self.form.components, self.places]
+    faults: gr.HTML
+    keeping: Keeping
 
 
 def build(studio: Studio) -> PreferencesTab:
@@ -45,15 +46,26 @@ def build(studio: Studio) -> PreferencesTab:
     controls = {}
     with gr.Column(elem_classes="narrow"):
         said = gr.HTML("", elem_id="preferences-said")
+        faults = gr.HTML("", elem_id="preference-faults", elem_classes="faults")
         for heading, names in groups:
             if not names:
                 continue
             with gr.Column(elem_classes="settings"):
                 gr.HTML(f'<h3 class="section">{heading}</h3>')
                 for name in names:
-                    controls[name] = form.control(knobs[name], values[name], elem_id=f"preference-{name}")
-        places = gr.HTML(_places(studio), elem_id="places")
-    return PreferencesTab(Form(Preferences, controls), said, places)
+                    look = {"elem_id": f"preference-{name}"}
+                    if name == "device":
+                        look |= {
+                            "choices": _devices(),
+                            "label": "Device",
+                            "info": knobs[name].help,
+                            "value": kept.device,
+                        }
+                        controls[name] = gr.Dropdown(allow_custom_value=True, **look)
+                    else:
+                        controls[name] = form.control(knobs[name], values[name], **look)
+        gr.HTML(_places(studio), elem_id="places")
+    return PreferencesTab(Form(Preferences, controls), said, faults, keeping())
 
 
 def _places(studio: Studio) -> str:
@@ -70,28 +82,48 @@ def _places(studio: Studio) -> str:
     return f'<h3 class="section">Where things lie</h3>{facts(rows)}'
 
 
-def fill(studio: Studio, tab: PreferencesTab) -> list:
-    """Updates for `tab.outputs`."""
-    return [*form.fill(tab.form, read_preferences(studio.places)), _places(studio)]
+def _devices() -> list[tuple[str, str]]:
+    """(label, device) of those that are here; others can be written."""
+    found = [(f"{one.device} ({one.name})", one.device) for one in card.probe() if one.device != "cpu"]
+    return [
+        ("The first card, or the processor where there is none", "auto"),
+        *found,
+        (f"cpu ({card.cpu_name()})", "cpu"),
+    ]
+
+
+def device_fault(device: str, cards: Sequence[Card]) -> str:
+    """Why nothing can compute on `device`, in a sentence; "" where something can, or where only torch could tell."""
+    kind, _, number = device.partition(":")
+    here = [one.device for one in cards if one.device != "cpu"]
+    if device in ("auto", "cpu", *here) or device in {name.partition(":")[0] for name in here}:
+        return ""
+    if kind in UNSEEN and (not number or number.isdigit()):
+        return ""
+    return f"There is no device {device!r} here. It can be {', '.join(['auto', *here, 'cpu'])}."
 
 
 def wire(studio: Studio, tab: PreferencesTab) -> None:
-    """Every change is kept at once; folders that do not exist are named."""
+    """Every change is kept at once; what cannot be is said at its field; folders that do not exist are named."""
 
     def keep(*values):
+        wrong = form.faults(tab.form, values)
+        device = str(values[list(tab.form.controls).index("device")] or "").strip()
+        fault = device_fault(device, card.probe())
+        wrong |= {"device": fault} if fault else {}
+        if wrong:
+            return "", faults_style(wrong, prefix="preference-")
         try:
-            wanted = form.read(tab.form, values, base=replace(read_preferences(studio.places)))
+            wanted = form.read(tab.form, values, base=studio.preferences())
             write_config(preferences_file(studio.places), wanted)
-        except Trouble as trouble:
-            return trouble_notice(trouble)
         except OSError as error:
-            return notice(f"The preferences could not be written: {error.strerror}.", kind="bad")
+            return notice(f"The preferences could not be written: {error.strerror}.", kind="bad"), ""
         absent = [path for path in (*wanted.model_folders, *wanted.lora_folders) if not Path(path).is_dir()]
         if absent:
-            return notice(f"There is no folder {absent[0]}.", kind="warn")
-        return notice("Kept.", kind="good")
+            return notice(f"Kept, but there is no folder {absent[0]}.", kind="warn"), ""
+        return notice("Kept.", kind="good"), ""
 
-    for part in tab.form.components:
-        part.input(keep, tab.form.components, tab.said, show_progress="hidden", queue=False, trigger_mode="always_last")
+    fields = tab.form.components
+    tab.keeping.keep(keep, fields, [], fields, [tab.said, tab.faults])
     wish = tab.form.controls["theme"]
     wish.input(None, wish, None, js=theme.APPLY_THEME)

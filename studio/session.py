@@ -14,11 +14,11 @@ from backend.schema.places import Places
 from backend.schema.preferences import Preferences
 
 # What one browser remembers; anything else is on disk or in the engine's snapshot.
-CHOICES = {"tab": "generate", "picture": "", "run": "", "lora": "", "card": ""}
+CHOICES = {"picture": "", "run": "", "lora": "", "card": ""}
 
 
 def browser_choices() -> gr.BrowserState:
-    """The tab, picture, run and LoRA chosen in this browser. The key is fixed so that a restart of the studio keeps them."""
+    """The picture, run and LoRA chosen in this browser; the tab is remembered by the page's script. The key is fixed so that a restart of the studio keeps them."""
     return gr.BrowserState(dict(CHOICES), storage_key="loft-choices", secret="loft")
 
 

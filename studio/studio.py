@@ -47,15 +47,15 @@ element.addEventListener("click", (event) => {
   if (!meant || !element.contains(meant)) return;
   event.preventDefault();
   let what = meant.dataset.what || "";
-  if (meant.hasAttribute("data-collect")) {  // the fields that were changed, as {name: text}
-    const fields = [...element.querySelectorAll("[data-field]")].filter((field) => field.value !== field.defaultValue);
-    what = JSON.stringify(Object.fromEntries(fields.map((field) => [field.dataset.field, field.value])));
-  }
+  if (meant.hasAttribute("data-collect")) what = JSON.stringify(element.loftTyped());
   trigger("act", {do: meant.dataset.do, what: what});
 });
 """
 
 
-def live(html: str = "", *, name: str, **look) -> gr.HTML:
-    """A region that the timer redraws and whose `data-do` elements act: `.act(handler)` gets a `gr.EventData`."""
-    return gr.HTML(html, elem_id=name, js_on_load=ACT, apply_default_css=False, **look)
+def live(html: str = "", *, name: str, script: str = "", **look) -> gr.HTML:
+    """A region that the timer redraws and whose `data-do` elements act: `.act(handler)` gets a `gr.EventData`.
+
+    With `data-collect`, the event brings what `element.loftTyped()` of `script` says.
+    """
+    return gr.HTML(html, elem_id=name, js_on_load=ACT + script, apply_default_css=False, **look)

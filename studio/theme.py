@@ -8,6 +8,7 @@ import gradio as gr
 from gradio.themes.utils import colors, sizes
 
 from backend.schema.places import ASSETS
+from studio.asking import SCRIPT
 
 STYLESHEET: Path = ASSETS / "style.css"
 
@@ -85,9 +86,16 @@ HEAD = """
       }
     }, 3000);
   })();
-</script>
-"""
+  // The tab that is looked at; a reload comes back to it.
+  window.loftTab = () => {
+    const open = document.querySelector("[role=tabpanel][id^=tab-]:not([style*='display: none'])");
+    if (open) localStorage.setItem("loft-tab", open.id.slice(4));
+    return localStorage.getItem("loft-tab") || "generate";
+  };
+""" + SCRIPT + "</script>\n"
 APPLY_THEME = "(wish) => { window.loftTheme(wish); }"
+LOOK = "(...inputs) => [...inputs.slice(0, -1), window.loftTab()]"
+REMEMBER = "(choice, tab, ...fields) => [choice, localStorage.getItem('loft-tab') || 'generate', ...fields]"
 
 
 def theme() -> gr.themes.Base:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import gradio as gr
@@ -12,7 +12,8 @@ from backend.schema.knobs import knobs_of, to_values
 from backend.schema.messages import Trouble
 from backend.schema.training import TrainingConfig
 from studio import captions, form, plan_panel, presets, run_view
-from studio.caption_editor import editor
+from studio.asking import Keeping, keeping
+from studio.caption_editor import SCRIPT, editor
 from studio.form import Form
 from studio.session import read_config, training_file, with_known
 from studio.studio import Studio, live
@@ -52,11 +53,17 @@ class Train:
     log_fold: gr.Accordion
     runs: gr.HTML
     run_said: gr.HTML
+    faults: gr.HTML
+    keeping: Keeping
+
+    @property
+    def others(self) -> list:
+        """What `fill` has updates for besides the form's controls."""
+        return [self.command, self.editor, self.page, self.preset]
 
     @property
     def form_outputs(self) -> list:
-        """What `fill` has values for."""
-        return [*self.form.components, self.command, self.editor, self.page, self.preset]
+        return [*self.form.components, *self.others]
 
     @property
     def live_outputs(self) -> list:
@@ -81,13 +88,24 @@ def remembered(studio: Studio) -> TrainingConfig:
 
 def with_dataset(config: TrainingConfig, folder: str) -> TrainingConfig:
     """`config` on another dataset: its metadata file where it has one, and the hints that come with a shipped set."""
+    return with_known(config, set_values(folder, to_values(config)))
+
+
+def set_values(folder: str, values: dict[str, object]) -> dict[str, object]:
+    """The settings that follow from choosing the set in `folder`, where the form has `values` now.
+
+    What another shipped set had brought goes with it; what the user wrote stays where the new set brings nothing.
+    """
     table = captions.metadata_file(Path(folder)) if folder.strip() else None
-    section = replace(
-        config.dataset, dataset_base_path=folder, dataset_metadata_path=str(table) if table else None, trigger_word=""
-    )
-    config = replace(config, dataset=section)
-    hints = captions.hints(Path(folder)) if folder.strip() else {}
-    return with_known(config, hints)
+    brought = captions.hints(Path(folder)) if folder.strip() else {}
+    defaults = to_values(TrainingConfig())
+    left = {
+        name: defaults[name]
+        for other in captions.shipped()
+        for name, value in captions.hints(other).items()
+        if values.get(name) == value
+    }
+    return {"dataset_base_path": folder, "dataset_metadata_path": str(table) if table else None} | left | brought
 
 
 def build(studio: Studio) -> Train:
@@ -109,7 +127,7 @@ def build(studio: Studio) -> Train:
                 )
                 dataset_said = gr.HTML("", elem_id="dataset-said")
                 with gr.Accordion("Pictures and captions", open=False, elem_id="captions-fold", elem_classes="fold"):
-                    shown = live(name="editor")
+                    shown = live(name="editor", script=SCRIPT)
                     page = gr.State(0)
                 with gr.Accordion("Upload pictures", open=False, elem_id="upload-fold", elem_classes="fold"):
                     upload_name = gr.Textbox(label="Name of the new set", placeholder="my-cat", elem_id="upload-name")
@@ -131,6 +149,7 @@ def build(studio: Studio) -> Train:
             with gr.Row(elem_classes="go-row"):
                 start = gr.Button("Start training", variant="primary", elem_id="train-start")
             said = gr.HTML("", elem_id="train-said")
+            faults = gr.HTML("", elem_id="train-faults", elem_classes="faults")
             plan = live(name="train-plan")
             alone = () if len(card.probe()) > 1 else ("devices",)
             made |= form.folds(
@@ -169,6 +188,7 @@ def build(studio: Studio) -> Train:
     return Train(
         Form(TrainingConfig, ordered), preset, dataset_said, upload, upload_name, shown, page, command, start, said, plan,
         head, buttons, curve, samples, results, log, log_fold, runs_region, run_said,
+        faults, keeping(),
     )  # fmt: skip
 
 
@@ -183,13 +203,19 @@ def fill(studio: Studio, tab: Train, config: TrainingConfig) -> list:
     return [*values, command_of(config), shown_editor(config, 0), 0, choice]
 
 
-def fill_remembered(studio: Studio, tab: Train) -> list:
-    return fill(studio, tab, remembered(studio))
+def fill_remembered(studio: Studio, tab: Train) -> tuple[list, list]:
+    """Updates for the form's controls, and for `tab.others`."""
+    values = fill(studio, tab, remembered(studio))
+    count = len(tab.form.controls)
+    return values[:count], values[count:]
 
 
 def shown_editor(config: TrainingConfig, page: int) -> str:
-    folder = config.dataset.dataset_base_path
-    return editor(Path(folder), page=page) if folder.strip() else ""
+    return drawn_editor(config.dataset.dataset_base_path, page)
+
+
+def drawn_editor(folder: str, page: int, *, was: str = "") -> str:
+    return editor(Path(folder), page=page, was=was) if folder.strip() else ""
 
 
 def command_of(config: TrainingConfig) -> str:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import gradio as gr
 
 from backend.host import runs
+from backend.schema.knobs import to_values
 from backend.schema.messages import Trouble
 from backend.schema.training import TrainingConfig
 from studio import captions, form, plan_panel, presets, run_view
+from studio.asking import QUIET, ask, unchanged
 from studio.session import training_file, with_known, write_config
 from studio.studio import Studio
-from studio.train import Train, command_of, fill, plan_of, remembered, shown_editor, with_dataset
-from studio.words import notice, trouble_notice
-
-QUIET = {"show_progress": "hidden", "queue": False}
+from studio.train import Train, command_of, drawn_editor, plan_of, remembered, set_values
+from studio.words import faults_style, notice, trouble_notice
 
 
 def wire(studio: Studio, tab: Train, ui: gr.BrowserState, redraw: Callable, use_lora: Callable) -> None:
@@ -35,95 +34,108 @@ def read_form(studio: Studio, tab: Train, values: tuple) -> TrainingConfig:
 
 
 def _wire_form(studio: Studio, tab: Train, ui: gr.BrowserState, redraw: Callable) -> None:
+    fields = tab.form.components
+
     def changed(choice: dict, *values):
         config = form.read_or_none(tab.form, values, base=remembered(studio))
         if config is None:
-            return gr.skip(), gr.skip(), gr.skip()
+            wrong = form.faults(tab.form, values)
+            return gr.skip(), gr.skip(), gr.skip(), faults_style(wrong, prefix="set-")
         write_config(training_file(studio.places), config)
         preset = presets.matching(config, presets.presets(studio.places))
-        return command_of(config), plan_of(studio, config, choice["card"]), preset
+        return command_of(config), plan_of(studio, config, choice["card"]), preset, ""
 
-    parts = [part.input for name, part in tab.form.controls.items() if name != "dataset_base_path"]
-    inputs = [ui, *tab.form.components]
-    gr.on(parts, changed, inputs, [tab.command, tab.plan, tab.preset], trigger_mode="always_last", **QUIET)
+    typed = [part for name, part in tab.form.controls.items() if name != "dataset_base_path"]
+    tab.keeping.keep(changed, typed, [ui], fields, [tab.command, tab.plan, tab.preset, tab.faults])
 
     def act_on_plan(event: gr.EventData, choice: dict, *values):
         if event.do == "card":
-            return [*[gr.skip()] * len(tab.form_outputs), choice | {"card": event.what}]
-        config = form.read_or_none(tab.form, values, base=remembered(studio)) or remembered(studio)
+            return unchanged(fields), choice | {"card": event.what}
+        config = _shown_or_kept(studio, tab, values)
         try:
             found = plan_panel.estimate(studio, config.model.model, config, what_if=choice["card"])
         except Trouble:
-            return [*[gr.skip()] * len(tab.form_outputs), choice]
+            return unchanged(fields), choice
         config = with_known(config, found.plan.settings)
-        write_config(training_file(studio.places), config)
-        return [*fill(studio, tab, config), choice]
+        wanted = {name: value for name, value in to_values(config).items() if name in found.plan.settings}
+        return form.changes(tab.form, wanted), choice
 
-    redraw(tab.plan.act(act_on_plan, inputs, [*tab.form_outputs, ui], **QUIET))
+    redraw(ask(tab.plan.act, act_on_plan, [ui], fields, [ui], tab.keeping))
 
     def choose_preset(name: str, *values):
         preset = next((item for item in presets.presets(studio.places) if item.name == name), None)
         if preset is None:
-            return [gr.skip()] * len(tab.form_outputs) + [""]
+            return unchanged(fields), ""
         try:
-            config = presets.apply(
-                preset, form.read_or_none(tab.form, values, base=remembered(studio)) or remembered(studio)
-            )
+            config = presets.apply(preset, _shown_or_kept(studio, tab, values))
         except Trouble as trouble:
-            return [gr.skip()] * len(tab.form_outputs) + [trouble_notice(trouble)]
-        write_config(training_file(studio.places), config)
-        return [*fill(studio, tab, config), notice(preset.about)]
+            return unchanged(fields), trouble_notice(trouble)
+        wanted = form.differing(tab.form, config, values)
+        wanted = {name: value for name, value in wanted.items() if name not in presets.KEPT}
+        return form.changes(tab.form, wanted), notice(preset.about)
 
-    tab.preset.input(choose_preset, [tab.preset, *tab.form.components], [*tab.form_outputs, tab.said], **QUIET)
+    ask(tab.preset.input, choose_preset, [tab.preset], fields, [tab.said], tab.keeping, trigger_mode="always_last")
+
+
+def _shown_or_kept(studio: Studio, tab: Train, values: tuple) -> TrainingConfig:
+    """What the form shows, or what it showed last while it could be read."""
+    kept = remembered(studio)
+    return form.read_or_none(tab.form, values, base=kept) or kept
 
 
 def _wire_dataset(studio: Studio, tab: Train) -> None:
-    outputs = [*tab.form_outputs, tab.dataset_said]
-    skip = [gr.skip()] * len(tab.form_outputs)
+    fields = tab.form.components
+    outputs = [tab.editor, tab.page, tab.dataset_said]
 
-    def take(folder: str, values: tuple, words: str) -> list:
-        config = form.read_or_none(tab.form, values, base=remembered(studio)) or remembered(studio)
-        config = with_dataset(config, folder)
-        write_config(training_file(studio.places), config)
-        return [*fill(studio, tab, config), words]
+    def at_once(values: tuple) -> dict[str, object]:
+        """The form's values by name, as far as the browser tells them: those that hints touch are plain texts."""
+        return dict(zip(tab.form.controls, values, strict=True))
+
+    def taken(folder: str, values: tuple, words: str, *, new: bool = False):
+        wanted = set_values(folder, at_once(values))
+        if new:
+            wanted["dataset_base_path"] = gr.update(choices=captions.choices(studio.places), value=folder)
+        return form.changes(tab.form, wanted), drawn_editor(folder, 0), 0, words
 
     def choose(folder: str | None, *values):
-        return take((folder or "").strip(), values, "")
+        return taken((folder or "").strip(), values, "")
 
     source = tab.form.controls["dataset_base_path"]
-    source.input(choose, [source, *tab.form.components], outputs, **QUIET)
+    ask(source.input, choose, [source], fields, outputs, tab.keeping, trigger_mode="always_last")
 
     def upload(files: list[str] | None, name: str, *values):
         try:
             folder, words = captions.take_upload(files or [], name or "", studio.places)
         except Trouble as trouble:
-            return [*skip, trouble_notice(trouble)]
+            return unchanged(fields), *unchanged(outputs[:-1]), trouble_notice(trouble), gr.skip(), gr.skip()
         except OSError as error:
-            return [*skip, notice(f"The pictures could not be copied: {error.strerror}.", kind="bad")]
-        return take(str(folder), values, notice(words, kind="good"))
+            words = notice(f"The pictures could not be copied: {error.strerror}.", kind="bad")
+            return unchanged(fields), *unchanged(outputs[:-1]), words, gr.skip(), gr.skip()
+        return *taken(str(folder), values, notice(words, kind="good"), new=True), None, ""
 
-    tab.upload.upload(upload, [tab.upload, tab.upload_name, *tab.form.components], outputs, **QUIET)
+    both = [tab.upload, tab.upload_name]
+    ask(tab.upload.upload, upload, both, fields, [*outputs, *both], tab.keeping, trigger_mode="always_last")
 
     def edit(event: gr.EventData, page: int, *values):
-        config = form.read_or_none(tab.form, values, base=remembered(studio)) or remembered(studio)
-        folder = config.dataset.dataset_base_path
+        folder = str(at_once(values)["dataset_base_path"] or "")
         if event.do == "page":
-            change = list(skip)
-            change[-3:-1] = [shown_editor(config, int(event.what)), int(event.what)]
-            return [*change, ""]
+            return unchanged(fields), drawn_editor(folder, int(event.what)), int(event.what), ""
         try:
-            target, words = captions.save(Path(folder), json.loads(event.what or "{}"), studio.places)
+            meant = json.loads(event.what or "{}")
+            shown = str(meant.get("set") or folder)
+            target, words = captions.save(Path(shown), meant.get("edits") or {}, studio.places)
         except Trouble as trouble:
-            return [*skip, trouble_notice(trouble)]
+            return unchanged(fields), gr.skip(), page, trouble_notice(trouble)
         except OSError as error:
-            return [*skip, notice(f"The captions could not be saved: {error.strerror}.", kind="bad")]
-        moved = replace(config, dataset=replace(config.dataset, dataset_base_path=str(target)))
-        write_config(training_file(studio.places), moved)
-        change = fill(studio, tab, moved)
-        change[-3:-1] = [shown_editor(moved, page), page]
-        return [*change, notice(words, kind="good")]
+            words = notice(f"The captions could not be saved: {error.strerror}.", kind="bad")
+            return unchanged(fields), gr.skip(), page, words
+        if str(target) == shown or shown != folder:
+            return unchanged(fields), gr.skip(), page, notice(words, kind="good")
+        moved = {"dataset_base_path": gr.update(choices=captions.choices(studio.places), value=str(target))}
+        drawn = drawn_editor(str(target), page, was=shown)
+        return form.changes(tab.form, moved), drawn, page, notice(words, kind="good")
 
-    tab.editor.act(edit, [tab.page, *tab.form.components], outputs, **QUIET)
+    ask(tab.editor.act, edit, [tab.page], fields, outputs, tab.keeping, trigger_mode="always_last")
 
 
 def _wire_start(studio: Studio, tab: Train, ui: gr.BrowserState, redraw: Callable) -> None:

@@ -13,6 +13,20 @@ def safe(text: object) -> str:
     return html.escape(str(text), quote=True)
 
 
+CHOICES = {
+    "modelscope": "ModelScope",
+    "huggingface": "Hugging Face",
+    "system": "As the system says",
+    "light": "Light",
+    "dark": "Dark",
+}
+
+
+def choice_words(choice: str) -> str:
+    """A choice as people write it; names of methods and types stay as they are in files and flags."""
+    return CHOICES.get(choice, choice)
+
+
 def size_words(num_bytes: float) -> str:
     """1536 MB reads "1.5 GB": binary steps, names as drives and cards are labelled."""
     value = float(max(num_bytes, 0))
@@ -66,3 +80,22 @@ def notice(message: str, *, kind: str = "info", detail: str = "") -> str:
 
 def trouble_notice(trouble: Trouble) -> str:
     return notice(str(trouble), kind="bad", detail=trouble.detail)
+
+
+def faults_style(faults: dict[str, str], *, prefix: str) -> str:
+    """Marks the fields (`#<prefix><name>`) whose value cannot be, each with its sentence below it."""
+    if not faults:
+        return ""
+    rules = "".join(
+        f"#{prefix}{name}::after{{content:{_css_text(say)};color:var(--bad);font-size:12.5px;line-height:1.35;margin-top:4px}}"
+        f"#{prefix}{name} :is(input,textarea){{border-color:var(--bad)!important}}"
+        f".fields:has(#{prefix}{name}) label>:last-child{{margin-top:0!important}}"
+        for name, say in faults.items()
+    )
+    said = safe(" ".join(faults.values()))
+    return f'<style>{rules}</style><p class="unseen" role="status">{said}</p>'
+
+
+def _css_text(text: str) -> str:
+    """`text` as a CSS string that may stand in HTML: what is not plain is written by its number."""
+    return '"' + "".join(c if c.isalnum() or c in " .,:;-()/" else f"\\{ord(c):x} " for c in text) + '"'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import socket
 import subprocess
 import sys
@@ -28,6 +29,7 @@ class Site:
         self.port = free_port()
         self.address = f"http://127.0.0.1:{self.port}/"
         self.process: subprocess.Popen | None = None
+        self.was_killed = False
         self.start()
 
     def start(self) -> None:
@@ -47,6 +49,7 @@ class Site:
 
     def kill(self) -> None:
         """As the system does when memory runs out: no chance to tidy up."""
+        self.was_killed = True
         self.process.kill()
         self.process.wait(10)
 
@@ -85,9 +88,17 @@ def browser(chromium: str) -> Iterator:
         found.close()
 
 
+@pytest.fixture(scope="session")
+def painted(chromium, tmp_path_factory) -> Iterator[Site]:
+    """A studio whose engine paints gradients: quick, and without torch."""
+    made = Site(tmp_path_factory.mktemp("painted"), "--fake")
+    yield made
+    made.stop()
+
+
 @pytest.fixture
 def open_page(browser) -> Iterator:
-    """Opens pages, each in a browser profile of its own; at the end none may have failed or asked another host."""
+    """Opens pages, each in a browser profile of its own; at the end none may have failed, written an error or asked another host."""
     contexts, complaints = [], []
 
     def open_one(site: Site, *, width: int = 1280, height: int = 900, dark: bool = False):
@@ -96,6 +107,7 @@ def open_page(browser) -> Iterator:
         contexts.append(context)
         page = context.new_page()
         page.on("pageerror", lambda error: complaints.append(f"error in the page: {error}"))
+        page.on("console", lambda said: complaints.append(said.text) if _is_failure(said, site) else None)
         page.on("request", lambda request: complaints.append(request.url) if _is_foreign(request.url) else None)
         page.goto(site.address)
         wait_ready(page)
@@ -105,6 +117,13 @@ def open_page(browser) -> Iterator:
     for context in contexts:
         context.close()
     assert not complaints
+
+
+def _is_failure(said, site: Site) -> bool:
+    """Whether the browser's console says an error. That a studio which a test has killed does not answer is none, nor is a
+    preview that was cleared away before the browser came for it."""
+    expected = (site.was_killed and "net::ERR_" in said.text) or "/previews/" in said.location.get("url", "")
+    return said.type == "error" and not expected
 
 
 def _is_foreign(url: str) -> bool:
@@ -133,3 +152,52 @@ def wait_until(check, seconds: float = WAIT_SECONDS, what: str = ""):
 
 def end_process(pid: int) -> None:
     psutil.Process(pid).kill()
+
+
+class Held:
+    """Holds back the page's questions that hold `words`, to see what a late answer does. `let_go` sends them on."""
+
+    WHERE = "**/gradio_api/run/**"
+
+    def __init__(self, page, words: str):
+        self._routes = []
+        self._page = page
+        page.route(self.WHERE, lambda route: self._take(route, words))
+
+    def _take(self, route, words: str) -> None:
+        if words in (route.request.post_data or ""):
+            self._routes.append(route)
+        else:
+            route.continue_()
+
+    def wait(self) -> None:
+        """Until a question is held. The browser's events are seen only while something of its own is waited for."""
+        wait_until(lambda: self._page.wait_for_timeout(20) or self._routes, what="a question to hold back")
+
+    def let_go(self) -> None:
+        """Questions go through without us from now on."""
+        for route in self._routes:
+            route.continue_()
+        self._page.unroute(self.WHERE)
+
+
+def text_below(page, field: str) -> str:
+    """The sentence that is shown at a field whose value cannot be, or ""."""
+    said = page.evaluate("(field) => getComputedStyle(document.querySelector(field), '::after').content", field)
+    return "" if said in ("none", "normal") else said.strip('"')
+
+
+def drop(page, target: str, *files: Path) -> None:
+    """Lets files fall onto the page, as a hand does."""
+    data = [(path.name, base64.b64encode(path.read_bytes()).decode()) for path in files]
+    transfer = page.evaluate_handle(
+        """(files) => {
+            const data = new DataTransfer();
+            for (const [name, text] of files)
+                data.items.add(new File([Uint8Array.from(atob(text), (c) => c.charCodeAt(0))], name, {type: "image/png"}));
+            return data;
+        }""",
+        data,
+    )
+    for kind in ("dragenter", "dragover", "drop"):
+        page.dispatch_event(target, kind, {"dataTransfer": transfer})

@@ -10,16 +10,17 @@ import urllib.request
 import pytest
 from PIL import Image, PngImagePlugin
 
-from tests.browser.conftest import Site, end_process, tab, wait_ready, wait_until
+from studio import session
+from tests.browser.conftest import Held, Site, drop, end_process, tab, text_below, wait_ready, wait_until
 
 pytestmark = pytest.mark.browser
 
 
-@pytest.fixture(scope="module")
-def site(chromium, tmp_path_factory):
-    made = Site(tmp_path_factory.mktemp("generate"), "--fake")
-    yield made
-    made.stop()
+@pytest.fixture
+def site(painted):
+    """The studio with an untouched form."""
+    (painted.places.user / "request.json").unlink(missing_ok=True)
+    return painted
 
 
 def pictures(site: Site) -> list:
@@ -150,6 +151,132 @@ def test_only_configured_folders_are_served(site):
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(f"{site.address}gradio_api/file={urllib.parse.quote(str(path))}")
         assert refused.value.code == 403
+
+
+def test_a_picture_made_here_brings_its_settings_back_when_it_is_dropped(site, open_page):
+    page = open_page(site)
+    page.fill("#set-negative_prompt textarea", "fog and rain")
+    page.fill("#set-width input", "96")
+    before = set(pictures(site))
+    ask(page, "a lighthouse", steps=5)
+    (made,) = wait_until(lambda: set(pictures(site)) - before)
+    page.wait_for_selector("#stage img[alt='a lighthouse']")
+    seed = int(json.loads(Image.open(made).info["loft"])["seed"])
+    for field, other in (("prompt textarea", "else"), ("negative_prompt textarea", ""), ("width input", "128"), ("seed input", "7")):
+        page.fill(f"#set-{field}", other)
+    page.click("#settings-from button >> nth=0")
+    drop(page, "#drop-png button", made)
+    page.wait_for_selector(f"#said .notice.good >> text={made.name}")
+    page.wait_for_function("document.querySelector('#set-prompt textarea').value === 'a lighthouse'")
+    shown = [page.input_value(f"#set-{name}") for name in ("negative_prompt textarea", "width input", "seed input")]
+    assert shown == ["fog and rain", "96", str(seed)]
+    assert page.input_value("#set-num_inference_steps input[type=number]") == "5"
+    wait_until(lambda: kept(site).get("negative_prompt") == "fog and rain" and kept(site).get("seed") == seed)
+
+
+def kept(site: Site) -> dict:
+    """The form as it would come back."""
+    return session.read_values(session.request_file(site.places))
+
+
+def test_what_is_typed_while_an_answer_is_on_its_way_stays(site, open_page, tmp_path):
+    chunk = PngImagePlugin.PngInfo()
+    chunk.add_itxt("loft", json.dumps({"request": {"model": "loft/starter", "prompt": "late", "width": 192}, "seed": "5"}))
+    Image.new("RGB", (8, 8)).save(tmp_path / "late.png", pnginfo=chunk)
+    page = open_page(site)
+    page.fill("#set-width input", "128")
+    held = Held(page, "late.png")
+    page.click("#settings-from button >> nth=0")
+    page.set_input_files("#drop-png input[type=file]", tmp_path / "late.png")
+    held.wait()
+    page.fill("#set-prompt textarea", "typed meanwhile")
+    held.let_go()
+    page.wait_for_function("document.querySelector('#set-width input').value === '192'")
+    assert page.input_value("#set-prompt textarea") == "typed meanwhile"
+    wait_until(lambda: (kept(site).get("prompt"), kept(site).get("width")) == ("typed meanwhile", 192))
+
+
+def test_what_is_typed_before_the_form_is_filled_stays(site, open_page):
+    page = open_page(site)
+    page.fill("#set-prompt textarea", "kept before")
+    page.fill("#set-width input", "144")
+    wait_until(lambda: (kept(site).get("prompt"), kept(site).get("width")) == ("kept before", 144))
+    held = Held(page, '"trigger_id":0')
+    page.reload()
+    page.wait_for_selector("#set-prompt textarea")
+    held.wait()
+    page.click("#set-prompt textarea")
+    page.keyboard.press("Control+A")
+    page.keyboard.type("typed early")
+    held.let_go()
+    wait_ready(page)
+    page.wait_for_function("document.querySelector('#set-width input').value === '144'")
+    assert page.input_value("#set-prompt textarea") == "typed early"
+    wait_until(lambda: (kept(site).get("prompt"), kept(site).get("width")) == ("typed early", 144))
+
+
+def test_what_cannot_be_is_said_at_its_field_or_brought_into_range(site, open_page):
+    page = open_page(site)
+    steps = "#set-num_inference_steps input[type=number]"
+    for typed, brought in (("0", "1"), ("999", "200"), ("", "1")):
+        page.fill(steps, typed)
+        page.press(steps, "Tab")
+        page.wait_for_function(f"document.querySelector('{steps}').value === '{brought}'")
+        wait_until(lambda n=brought: kept(site).get("num_inference_steps") == int(n))
+    page.fill("#set-width input", "3")
+    wait_until(lambda: page.wait_for_timeout(50) or text_below(page, "#set-width"))
+    assert text_below(page, "#set-width") == "Width is 3; the least is 16."
+    page.click("#generate")
+    page.wait_for_selector("#said .notice.bad >> text=Width")
+    page.fill("#set-width input", "128")
+    wait_until(lambda: page.wait_for_timeout(50) or not text_below(page, "#set-width"))
+
+
+def test_a_studio_that_was_started_again_is_found_by_the_page(site, open_page):
+    page = open_page(site)
+    page.fill("#set-prompt textarea", "before the end")
+    wait_until(lambda: kept(site).get("prompt") == "before the end")
+    page.wait_for_timeout(3500)  # the page has asked the studio who it is
+    page.evaluate("window.same = true")
+    site.kill()
+    page.wait_for_selector("#away")
+    assert "does not answer" in page.inner_text("#away")
+    site.start()
+    page.wait_for_function("window.same === undefined && document.querySelector('#strip .now')")
+    page.wait_for_selector("#away", state="detached")
+    page.wait_for_function("document.querySelector('#set-prompt textarea').value === 'before the end'")
+
+
+def test_the_theme_changes_at_once_and_stays(site, open_page):
+    page = open_page(site)
+    tab(page, "Preferences")
+    for wish, dark in (("Dark", True), ("Light", False), ("Dark", True)):
+        page.click(f"#preference-theme label >> text={wish}")
+        page.wait_for_function(f"document.body.classList.contains('dark') === {str(dark).lower()}")
+    page.wait_for_selector("#preferences-said .notice.good")
+    wait_until(lambda: preferences(site) == {"theme": "dark"})
+    page.reload()
+    page.wait_for_function("document.body.classList.contains('dark')")
+    wait_ready(page)
+    assert page.is_checked("#preference-theme input[value=dark]")
+
+
+def preferences(site: Site) -> dict:
+    return session.read_values(session.preferences_file(site.places))
+
+
+def test_a_device_that_is_not_here_is_refused(site, open_page):
+    page = open_page(site)
+    tab(page, "Preferences")
+    field = page.locator("#preference-device input")
+    field.fill("cuda:77")
+    field.press("Enter")
+    wait_until(lambda: page.wait_for_timeout(50) or "There is no device" in text_below(page, "#preference-device"))
+    assert preferences(site).get("device", "auto") == "auto"
+    field.fill("cpu")
+    field.press("Enter")
+    wait_until(lambda: preferences(site).get("device") == "cpu")
+    assert page.inner_text("#preference-download_source").count("Hugging Face") == 1
 
 
 @pytest.mark.parametrize("width", [390, 768])

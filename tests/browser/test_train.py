@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageChops, ImageStat
 
 from backend.host import runs
-from tests.browser.conftest import Site, tab, wait_ready, wait_until
+from backend.schema.places import ASSETS
+from studio import session
+from tests.browser.conftest import Held, Site, tab, wait_ready, wait_until
 
 pytestmark = [pytest.mark.browser, pytest.mark.torch, pytest.mark.slow]
 STATUS = "#run-head .pill"
@@ -33,9 +34,6 @@ def tiny_set(tmp_path_factory):
     return folder
 
 
-ANSWER_MS = 2000  # the set's choice is kept before the page has drawn its captions
-
-
 def put(page, name: str, value: object) -> None:
     field = page.locator(f"#set-{name} input, #set-{name} textarea").first
     field.fill(str(value))
@@ -51,36 +49,35 @@ def open_train(site: Site, open_page, folder=None):
     tab(page, "Train")
     page.wait_for_selector("#run-head :is(.run-head, .stage)")
     if folder is not None:
-        field = page.locator("#set-dataset_base_path input")
-        field.fill(str(folder))
-        field.press("Enter")
-        wait_until(lambda: kept(site).get("dataset_base_path") == str(folder), what="the form to be kept")
-        page.wait_for_timeout(ANSWER_MS)
+        choose(page, folder)
     return page
+
+
+def choose(page, folder) -> None:
+    """Writes a set's folder, and goes on at once: the answer may come late."""
+    field = page.locator("#set-dataset_base_path input")
+    field.fill(str(folder))
+    field.press("Enter")
 
 
 def kept(site: Site) -> dict:
     """The training form as it would come back."""
-    return json.loads((site.places.user / "training.json").read_text())
+    return session.read_values(session.training_file(site.places))
 
 
-def small_run(site: Site, page, *, name: str, steps: int) -> None:
-    """The least that the trainer can be asked for, filled into the form."""
+def keeps(site: Site, **wanted) -> None:
+    """Waits until the form that would come back has these settings."""
+    wait_until(lambda: {name: kept(site).get(name) for name in wanted} == wanted, what=f"{wanted} to be kept")
+
+
+def small_run(site: Site, page, folder, *, name: str, steps: int) -> None:
+    """The least that the trainer can be asked for, typed into the form right after the choice of `folder`."""
     wanted = {"name": name, "lora_rank": 2, "learning_rate": 0.001, "max_steps": steps}
-
-    def is_kept() -> bool:
-        return {setting: kept(site).get(setting) for setting in wanted} == wanted
-
-    for _ in range(5):  # the answer to the set's choice may still be on its way, and fills the form once more
-        for setting, value in wanted.items():
-            put(page, setting, value)
-        page.fill("#set-sample_prompts textarea", "")
-        end = time.monotonic() + 6
-        while not is_kept() and time.monotonic() < end:
-            page.wait_for_timeout(100)
-        if is_kept():
-            return
-    raise AssertionError(f"the form keeps {kept(site)}, not {wanted}")
+    for setting, value in wanted.items():
+        put(page, setting, value)
+    page.fill("#set-sample_prompts textarea", "")
+    keeps(site, dataset_base_path=str(folder), **wanted)
+    assert "sample_prompts" not in kept(site)
 
 
 def only_run(site: Site, name: str) -> runs.Run | None:
@@ -114,7 +111,7 @@ def test_what_cannot_be_trained_is_told_in_a_sentence(site, open_page, tiny_set,
 
 def test_a_lora_is_trained_through_the_form_and_used(site, open_page, tiny_set):
     page = open_train(site, open_page, tiny_set)
-    small_run(site, page, name="probe", steps=4)
+    small_run(site, page, tiny_set, name="probe", steps=4)
     page.click("#train-start")
     page.wait_for_selector("#run-head >> text=probe")
     page.reload()
@@ -138,9 +135,30 @@ def test_a_lora_is_trained_through_the_form_and_used(site, open_page, tiny_set):
     assert only_run(site, "probe").saved
 
 
+def test_a_picture_starts_from_another_and_its_strength_is_heard(site, open_page):
+    page = open_page(site)
+    made = {}
+    for name, strength in (("start", None), ("near", 0.1), ("far", 1.0)):
+        before = set(site.places.outputs.rglob("*.png"))
+        page.fill("#set-prompt textarea", "a red apple" if name == "start" else "a blue car")
+        put(page, "num_inference_steps", 4)
+        if strength is not None:
+            put(page, "denoising_strength", strength)
+        page.click("#generate")
+        (made[name],) = wait_until(lambda seen=before: set(site.places.outputs.rglob("*.png")) - seen, SLOW_SECONDS)
+        if name == "start":
+            page.wait_for_selector("#stage img[alt='a red apple']")
+            page.click("text=Start from this picture")
+            page.wait_for_selector("#start-picture img")
+    page.wait_for_selector("#receipt >> text=strength 1")
+    assert json.loads(Image.open(made["near"]).info["loft"])["request"]["denoising_strength"] == 0.1
+    near, far = (ImageChops.difference(*(Image.open(made[n]).convert("RGB") for n in ("start", name))) for name in ("near", "far"))
+    assert sum(ImageStat.Stat(near).mean) * 2 < sum(ImageStat.Stat(far).mean)
+
+
 def test_a_run_outlives_the_studio_and_can_be_stopped_resumed_and_ended(site, open_page, tiny_set):
     page = open_train(site, open_page, tiny_set)
-    small_run(site, page, name="long", steps=100000)
+    small_run(site, page, tiny_set, name="long", steps=100000)
     page.click("#train-start")
     beyond(site, "long", 0)
     site.kill()
@@ -160,22 +178,59 @@ def test_a_run_outlives_the_studio_and_can_be_stopped_resumed_and_ended(site, op
     assert not only_run(site, "long").live
 
 
+def test_what_is_typed_while_a_set_answers_stays(site, open_page):
+    page = open_train(site, open_page)
+    style = ASSETS / "datasets" / "style"
+    put(page, "trigger_word", "old word")
+    keeps(site, trigger_word="old word")
+    held = Held(page, f'{{"data":["{style}"')
+    choose(page, style)
+    held.wait()
+    put(page, "name", "my own name")
+    put(page, "lora_rank", 3)
+    held.let_go()
+    page.wait_for_function("document.querySelector('#set-trigger_word input, #set-trigger_word textarea').value === 'neon style'")
+    keeps(site, dataset_base_path=str(style), name="my own name", lora_rank=3, trigger_word="neon style")
+    assert page.input_value("#set-name :is(input, textarea)") == "my own name"
+
+
 def test_captions_of_a_shipped_set_are_edited_in_a_copy(site, open_page):
     page = open_train(site, open_page)
     page.click("#set-dataset_base_path input")
     page.click("#set-dataset_base_path ul li >> text=character (comes with Loft)")
-    wait_until(lambda: "character" in kept(site).get("dataset_base_path", ""), what="the form to be kept")
-    page.wait_for_timeout(ANSWER_MS)
     page.click("#captions-fold button >> nth=0")
-    field = page.locator("#editor textarea").first
-    original = field.input_value()
-    field.fill("my own words")
+    page.wait_for_selector(f"#editor [data-set='{ASSETS / 'datasets' / 'character'}']")
+    first, second = (page.locator("#editor textarea").nth(i) for i in (0, 1))
+    original = first.input_value()
+    first.fill("my own words")
+    held = Held(page, "my own words")
     page.click("#editor >> text=Save captions")
+    held.wait()
+    second.fill("typed while it was saved")
+    held.let_go()
     page.wait_for_selector("#dataset-said >> text=1 caption saved")
-    copies = list(site.places.datasets.glob("*"))
-    assert len(copies) == 1 and "my own words" in " ".join(path.read_text() for path in copies[0].glob("*.txt"))
-    assert kept(site)["dataset_base_path"] == str(copies[0])
-    assert original in " ".join(path.read_text() for path in (copies[0] / "captions-before").rglob("*.txt"))
+    (copy,) = site.places.datasets.glob("*")
+    page.wait_for_selector(f"#editor [data-set='{copy}']")
+    assert second.input_value() == "typed while it was saved"
+    assert "my own words" in " ".join(path.read_text() for path in copy.glob("*.txt"))
+    assert original in " ".join(path.read_text() for path in (copy / "captions-before").rglob("*.txt"))
+    keeps(site, dataset_base_path=str(copy))
+    page.click("#editor >> text=Save captions")
+    wait_until(lambda: "typed while it was saved" in " ".join(path.read_text() for path in copy.glob("*.txt")))
+
+
+def test_uploaded_pictures_become_a_set_that_is_chosen(site, open_page, tiny_set):
+    page = open_train(site, open_page)
+    page.click("#upload-fold button >> nth=0")
+    page.fill("#upload-name :is(input, textarea)", "my squares")
+    page.set_input_files("#upload-files input[type=file]", sorted(tiny_set.iterdir()))
+    page.wait_for_selector("#dataset-said .notice.good >> text=2 pictures, 2 with a caption")
+    made = site.places.datasets / "my squares"
+    assert sorted(path.name for path in made.iterdir()) == ["one.png", "one.txt", "two.png", "two.txt"]
+    keeps(site, dataset_base_path=str(made))
+    page.click("#captions-fold button >> nth=0")
+    page.wait_for_selector("#editor textarea >> nth=1")
+    assert page.locator("#editor textarea").first.input_value() == "zork, a red square"
 
 
 def test_a_broken_lora_file_is_shown_with_its_reason(site, open_page):
