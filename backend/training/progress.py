@@ -101,7 +101,13 @@ def _draw_one(run: Run, step: int, number: int, prompt: str, strength: float, na
         return
     path = run.folder / "samples" / f"step-{step:06d}" / name
     settings = {"prompt": prompt, "seed": seed, "step": step, "strength": strength, "run": run.config.output.name}
-    save_sample(family, parts, latents, path, settings)
+    try:
+        save_sample(family, parts, latents, path, settings)
+    except Trouble as trouble:
+        if trouble.kind not in ("cannot_write", "not_finite"):
+            raise
+        run.reporter.note(f"A sample of step {step} is missing: {trouble.message}", step=step)
+        return
     shown = prompt if strength == 1.0 else f"{prompt} (strength {strength:g})"
     run.reporter.event("sample", step=step, prompt=shown, path=str(path), strength=strength)
 

@@ -86,6 +86,29 @@ def test_samples_at_several_strengths(run_training, events, tmp_path: Path, caps
     assert "need a LoRA" in capsys.readouterr().err
 
 
+def test_a_sample_that_cannot_be_written_does_not_end_the_run(run_training, events, tmp_path: Path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "samples").write_text("a file where the folder should be")
+    flags = (
+        *BASE,
+        "--sample_prompts",
+        "a ball",
+        "--sample_inference_steps",
+        1,
+        "--sample_every",
+        1,
+        "--resume_from_checkpoint",
+        "latest",
+    )
+    assert run_training(run, *flags) == 0
+    said = events(run)
+    notes = [event["message"] for event in said if event["event"] == "note" and "sample" in event["message"]]
+    assert len(notes) == 3 and "step 0 is missing" in notes[0] and said[-1]["reason"] == "complete"
+    state = load_file(run / "checkpoints" / "step-000002" / "weights.safetensors")
+    assert all(weight.dtype == torch.float32 for weight in state.values())  # though the networks compute in bfloat16
+
+
 def test_a_full_cache_loses_what_was_used_longest_ago_and_never_what_a_run_needs(tmp_path: Path):
     import os
 
