@@ -27,6 +27,7 @@ class Pinned:
     limit_bytes: int | None = None  # of the process; None: its share of RAM
     new_piece: Callable[[int], torch.Tensor] = lambda nbytes: allocate(nbytes, torch.device("cpu"), pinned=True)
     _rest: torch.Tensor | None = None  # of the last piece
+    _taken: int = 0  # bytes of pieces; not every device counts for itself
 
     def take(self, nbytes: int) -> torch.Tensor | None:
         """`nbytes` of pinned RAM (uint8), or None where that would be too much or the system gives no more."""
@@ -46,13 +47,15 @@ class Pinned:
 
     def _piece(self, size: int) -> torch.Tensor | None:
         limit = int(memory.ram()[0] * SHARE) if self.limit_bytes is None else self.limit_bytes
-        left = limit - memory.pinned(self.device)
+        left = limit - max(memory.pinned(self.device), self._taken)
         for nbytes in (piece_bytes(size, self.expected_bytes), power_of_two(size)):
             if nbytes <= left:
                 try:
-                    return self.new_piece(nbytes)
+                    piece = self.new_piece(nbytes)
                 except RuntimeError:  # locked memory has limits of its own: WSL's, a container's, Windows'
                     return None
+                self._taken += nbytes
+                return piece
         return None
 
 

@@ -17,6 +17,10 @@ from backend.engine.states import State
 from backend.engine.stream import Layout, allocate, lay_out, views
 from backend.engine.units import Stored, Unit, convert, stored_layout
 
+PINNED_SCRATCH = (
+    256 << 20
+)  # bytes; larger tensors (an embedding's) are few, and torch would pin up to twice as much for them
+
 
 class Residence:
     """Makes `Stored`s for a part of `nbytes` that computes on `computing`. `finish` after a run of `bring`s frees what was needed for them only."""
@@ -84,7 +88,8 @@ class Residence:
         layout = lay_out([(unit.raw.fields[index].dtype, unit.raw.fields[index].shape)])
         if self._scratch is None or self._scratch.numel() < layout.nbytes:
             self._scratch = None
-            self._scratch = allocate(layout.nbytes, torch.device("cpu"), pinned=memory.can_pin(self.computing))
+            pinned = layout.nbytes <= PINNED_SCRATCH and memory.can_pin(self.computing)
+            self._scratch = allocate(layout.nbytes, torch.device("cpu"), pinned=pinned)
         if layout.nbytes:
             self.reader.read_tensors([unit.tensors[index]], layout, self._scratch)
         return views(self._scratch, layout)[0]

@@ -62,6 +62,9 @@ def test_beyond_the_limit_and_where_the_system_refuses_there_is_none(monkeypatch
     source = Pinned(CPU, 10_000, limit_bytes=3000, new_piece=new_piece)
     assert [source.take(900) is not None for _ in range(4)] == [True, True, False, False]
     assert held[0] <= 3000
+    monkeypatch.setattr(memory, "pinned", lambda device: 0)  # as where torch does not count
+    source = Pinned(CPU, 10_000, limit_bytes=3000, new_piece=new_piece)
+    assert [source.take(900) is not None for _ in range(4)] == [True, True, False, False]
 
     def refuse(nbytes: int) -> torch.Tensor:
         raise RuntimeError("CUDA error: out of memory")
