@@ -11,6 +11,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 
 _EAGER = ("diffusers.models.transformers", "diffusers.models.autoencoders")
@@ -40,11 +41,40 @@ class _Lazy(ModuleType):
         for answers in (self.__dict__.get("_stand_ins", {}), self.__dict__.get("_until_loaded", {})):
             if name in answers:
                 return answers[name]
-        self.__class__ = ModuleType
-        self.__dict__.pop("_stand_ins", None)
-        self.__dict__.pop("_until_loaded", None)
-        self.__spec__.loader.exec_module(self)
+        _load(self)
         return getattr(self, name)
+
+
+def _load(module: _Lazy) -> None:
+    module.__class__ = ModuleType
+    for name in ("_stand_ins", "_until_loaded"):
+        module.__dict__.pop(name, None)
+    sys.meta_path[:] = [finder for finder in sys.meta_path if getattr(finder, "package", None) is not module]
+    module.__spec__.loader.exec_module(module)
+
+
+class _PackageFirst(MetaPathFinder):
+    """A submodule of a lazy `package` is not imported before the package is: the compiler's import one another in circles. What the
+    libraries want of it while they are imported lightly stands by itself."""
+
+    def __init__(self, package: _Lazy):
+        self.package = package
+
+    def find_spec(self, name, path=None, target=None):
+        if not name.startswith(f"{self.package.__name__}.") or "_stand_ins" in self.package.__dict__:
+            return None
+        _load(self.package)
+        return importlib.util.spec_from_loader(name, _Known()) if name in sys.modules else None
+
+
+class _Known(Loader):
+    """Of a module that was imported meanwhile."""
+
+    def create_module(self, spec):
+        return sys.modules[spec.name]
+
+    def exec_module(self, module) -> None:
+        pass
 
 
 def _add_lazily(name: str) -> ModuleType:
@@ -64,7 +94,9 @@ def _without_compiler() -> Iterator[None]:
     if importlib.util.find_spec("torchao") is not None:  # both import it where it is installed, and it wants the compiler's insides
         yield
         return
-    module = sys.modules.get("torch._dynamo") or _add_lazily("torch._dynamo")
+    if "torch._dynamo" not in sys.modules:
+        sys.meta_path.insert(0, _PackageFirst(_add_lazily("torch._dynamo")))
+    module = sys.modules["torch._dynamo"]
     if not isinstance(module, _Lazy):
         yield
         return

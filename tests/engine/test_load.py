@@ -145,10 +145,11 @@ def test_imports_are_light_and_leave_the_libraries_whole():
         "light.import_module('diffusers.models.transformers.transformer_qwenimage')\n"
         "light.import_module('diffusers.models.autoencoders.autoencoder_kl_qwenimage')\n"
         "light.import_module('transformers.models.qwen2_5_vl.modeling_qwen2_5_vl')\n"
-        "kept_out = [m for m in ('torch._inductor', 'peft', 'diffusers.models.transformers.transformer_flux') if m in sys.modules]\n"
+        "kept_out = [m for m in ('torch._inductor', 'torch._dynamo.eval_frame', 'peft', 'diffusers.models.transformers.transformer_flux') if m in sys.modules]\n"
         "from diffusers.models.transformers import FluxTransformer2DModel\n"
         "from diffusers import QwenImagePipeline, QwenImageTransformer2DModel\n"
         "from diffusers.utils import is_peft_available\n"
+        "import torch._dynamo.variables.builder, torch._inductor.compile_fx\n"
         "compiled = torch.compile(lambda x: x * 2 + 1, backend='eager')(torch.ones(1)).item()\n"
         "print(json.dumps([kept_out, compiled, is_peft_available()]))"
     )
