@@ -11,14 +11,16 @@ pytestmark = pytest.mark.browser
 # Sets a field as typing does, and answers with the milliseconds until the plan's headline says something else.
 TYPED = """([field, value]) => new Promise((resolve) => {
   const said = () => document.querySelector('#plan .plan-head b')?.textContent
-  const before = said(), input = document.querySelector(field), began = performance.now()
+  const before = said(), input = document.querySelector(field)
+  input.focus()
+  input.select()
+  const began = performance.now()
   const seen = new MutationObserver(() => {
     if (said() && said() !== before) { seen.disconnect(); clearTimeout(late); resolve(performance.now() - began) }
   })
   const late = setTimeout(() => { seen.disconnect(); resolve(-1) }, 20000)
   seen.observe(document.body, {subtree: true, childList: true, characterData: true})
-  Object.getOwnPropertyDescriptor(HTMLInputElement.prototype, 'value').set.call(input, value)
-  input.dispatchEvent(new Event('input', {bubbles: true}))
+  document.execCommand('insertText', false, value)
 })"""
 
 
@@ -27,7 +29,7 @@ def test_the_plan_follows_each_keystroke(painted, open_page):
     page.wait_for_selector("#plan .plan-head b")
     sides = [256 + 64 * number for number in range(1, 13)]
     took = [page.evaluate(TYPED, ["#set-width input", str(side)]) for side in sides]
-    print(f"\nfrom a keystroke to the changed headline, ms: median {statistics.median(took):.0f}, most {max(took):.0f}")
+    print(f"\nfrom a keystroke to the changed headline, ms: least {min(took):.0f}, median {statistics.median(took):.0f}, most {max(took):.0f}")
     assert min(took) > 0, took
     assert statistics.median(took) < 1000  # a busy machine; an idle one takes a tenth of it
 
