@@ -3,7 +3,7 @@
 The rule is that of first-block caching (ParaAttention; diffusers' `FirstBlockCacheConfig`): with r the change that the first block makes to the
 picture's tokens and r' that of the last step computed whole, the other blocks are skipped where mean|r - r'| / mean|r'| is at most the
 threshold. What they would have added is guessed from the last two steps computed whole, half-way between the last answer and the straight
-line through both: on the starter that errs a quarter to a half less than the last answer alone, which is diffusers' rule (docs/engine.md).
+line through both: on the starter that errs a quarter to two fifths less than the last answer alone, which is diffusers' rule (docs/engine.md).
 It is lossy: the picture is another one, close by for small thresholds.
 
 The network's own loop runs as it is written: for the length of a call its list of blocks is one that decides, after the first block,
