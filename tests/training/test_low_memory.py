@@ -33,8 +33,8 @@ class Block(torch.nn.Module):
 
 @pytest.mark.parametrize("casting", [False, True])
 def test_recomputed_blocks_have_the_gradients_of_plain_ones(casting: bool):
-    found = []
-    for again in (lambda block, *values: block(*values), offload.recompute):
+    found, checkpoints = [], offload.Checkpoints()
+    for again in (lambda block, *values: block(*values), checkpoints.recompute):
         torch.manual_seed(0)
         blocks = [Block(), Block()]
         x, y = torch.randn(4, 8), torch.randn(4, 8)
@@ -44,6 +44,7 @@ def test_recomputed_blocks_have_the_gradients_of_plain_ones(casting: bool):
             ((x * y).sum() + y.mean()).backward()
         found.append([weight.grad for block in blocks for weight in block.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert checkpoints.waiting == []  # nothing is kept when the backward pass is over
 
 
 def test_checkpointing_and_its_offload_change_nothing(run_training, tmp_path: Path):
