@@ -81,7 +81,7 @@ class Kronecker:
 
     def dense(self) -> torch.Tensor:
         left = self.left.float().reshape(*self.left.shape, *[1] * (self.right.ndim - 2))
-        return torch.kron(left, self.right.float()).mul_(self.scale)
+        return torch.kron(left.contiguous(), self.right.float().contiguous()).mul_(self.scale)
 
     def rows(self, start: int, stop: int) -> Dense:
         return Dense(self.dense()[start:stop].clone(), 1.0)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from backend.catalog.adapter import ALGORITHMS, plain
+from backend.catalog.header import MOST_DIMENSIONS
 from backend.catalog.lora_facts import number
 from backend.engine.lora_alpha import alpha_value
 from backend.engine.lora_body import Body, Change, Dense, Hadamard, Kronecker, LowRank
@@ -30,6 +31,7 @@ UNREAD = (
     "glora_b1",
     "glora_b2",
 )
+MOST_NUMBERS = 2**31  # of one change; the largest layer of any model here has a twentieth
 BUTTERFLIES = 4  # dimensions of a stack of orthogonal blocks: [factors, blocks, b, b]; OFT's has three
 PAIRS = (  # (role, partner, how people call it): one without the other is half a pair
     ("down", "up"),
@@ -99,7 +101,12 @@ def _check_reshaped(module: Module) -> None:
     """`reshape_weight` is the shape that the weight has in the model a LoRA was made for; another one cannot be made here."""
     if "reshape_weight" not in module.roles:
         return
-    shape = tuple(int(size) for size in module.source.stored(module.roles["reshape_weight"]).flatten())
+    stored = module.source.stored(module.roles["reshape_weight"]).flatten()
+    stored = stored.float() if stored.is_floating_point() else stored
+    some = 0 < stored.numel() <= MOST_DIMENSIONS and not stored.is_complex()
+    if not some or not bool(torch.isfinite(stored).all()):
+        raise mismatch(module, "reshape_weight", stored.shape, "the sizes of a weight")
+    shape = tuple(int(size) for size in stored)
     for slot in module.slots:
         own = module.shape_of(f"{slot.module}.{slot.parameter}")
         if own is None or shape[1:] != own[1:] or shape[0] * (slot.share[1] - slot.share[0]) != own[0] * slot.share[2]:
@@ -120,11 +127,19 @@ def weight_body(module: Module) -> Body | None:
         bodies.append(Dense(module.read("diff"), 1.0))
     if "set_weight" in roles:
         bodies.append(_replacement(module))
+    _check_sizes(module, bodies)
     if "scalar" in roles and bodies:
         bodies = [replace(body, scale=body.scale * alpha_value(module.source, roles["scalar"])) for body in bodies]
     if len(bodies) < 2:
         return bodies[0] if bodies else None
     return Dense(sum(body.dense().view(bodies[0].shape) for body in bodies), 1.0)
+
+
+def _check_sizes(module: Module, bodies: list[Body]) -> None:
+    """Before anything is multiplied out: small factors may stand for a change that no memory holds, or for several of unlike sizes."""
+    for body in bodies:
+        if product(body.shape) > MOST_NUMBERS or product(body.shape) != product(bodies[0].shape):
+            raise mismatch(module, "change", body.shape, list(bodies[0].shape) if len(bodies) > 1 else "a smaller one")
 
 
 def _lora(module: Module) -> LowRank:
@@ -139,6 +154,8 @@ def _lora(module: Module) -> LowRank:
         )
     if "mid" in module.roles:
         down = _tucker(module, module.read("mid"), down.reshape(rank, -1))
+        if down.shape[0] != rank:
+            raise mismatch(module, "core", (down.shape[0], rank), f"[{rank}, {rank}, ...]")
     return LowRank(up, down, module.scale(rank))
 
 
@@ -204,6 +221,7 @@ def _with_kernel(module: Module, left: torch.Tensor, right: torch.Tensor) -> tor
     shape = module.shape_of(f"{module.slots[0].module}.weight") or ()
     kernel = shape[2:]
     flat = right.ndim == 2 and kernel and left.shape[1] * right.shape[1] == product(shape[1:])
+    flat = flat and right.shape[1] % product(kernel) == 0
     return right.reshape(right.shape[0], -1, *kernel) if flat else right
 
 

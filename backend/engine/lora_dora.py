@@ -23,7 +23,7 @@ def with_dora(
         return [_of_a_part(module, whole, magnitude, only_rows=only_rows)]
     rows = sum(body.shape[0] for _, body in bodies)
     columns = bodies[0][1].shape[1]
-    weights = [module.weight_of(f"{slot.module}.weight").float() for slot, _ in bodies]
+    weights = [module.weight_of(f"{slot.module}.{slot.parameter}".lstrip(".")).float() for slot, _ in bodies]
     deltas = [body.dense() for _, body in bodies]
     if not _is_by_row(module, magnitude, rows, columns, only_rows=only_rows):
         factor = dora_factor(torch.cat(weights), torch.cat(deltas), magnitude, 1)

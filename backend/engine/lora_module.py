@@ -103,8 +103,12 @@ def fitted(module: Module, body: Body, slot: Slot) -> Body:
     whole = slot.share[2]
     if body.shape[0] % whole:
         raise mismatch(module, "change", body.shape, f"a number of rows that divides by {whole}")
-    share = cut(body, slot)
+    begin, end, _ = slot.share
+    rows = body.shape[0] * (end - begin) // whole
     start, stop, parts = slot.place
+    if rows * product(body.shape[1:]) * parts != product(shape) * (stop - start):  # before anything is multiplied out
+        raise mismatch(module, "change", (rows, *body.shape[1:]), list(shape))
+    share = cut(body, slot)
     if parts != 1 and share.shape[0] * parts != shape[0] * (stop - start):
         raise mismatch(module, "change", share.shape, f"{shape[0] * (stop - start) // parts} rows")
     return in_shape(module, at_place(share, slot, shape[0]), shape)

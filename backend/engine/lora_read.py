@@ -130,9 +130,7 @@ def _build(
             component=part,
             rules=rules,
             shape_of=lambda name, whole=whole: _shape(whole, name),
-            weight_of=lambda name, part=part, whole=whole: (
-                weight_of(part, name) if weight_of else lora_cold.parameter(whole, name).detach().cpu()
-            ),
+            weight_of=lambda name, part=part, whole=whole: _base(source, whole, part, name, weight_of),
             notes=notes,
             unused=result.unused,
             ranks=ranks,
@@ -151,6 +149,15 @@ def _build(
     result.notes = tuple(notes[:MANY_NOTES]) + (
         (f"and {len(notes) - MANY_NOTES} more",) if len(notes) > MANY_NOTES else ()
     )
+
+
+def _base(source: Source, module: nn.Module, part: str, name: str, weight_of: Callable | None) -> torch.Tensor:
+    """The values of a parameter before any LoRA, on the CPU."""
+    if _shape(module, name) is None:
+        raise Trouble(
+            "shape_mismatch", f"{source.name} needs {name}, which this model has not.", hint="Nothing was changed."
+        )
+    return weight_of(part, name) if weight_of else lora_cold.parameter(module, name).detach().cpu()
 
 
 def _shape(module: nn.Module, name: str) -> tuple[int, ...] | None:

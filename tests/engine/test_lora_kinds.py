@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from backend.engine import lora
+from backend.schema.messages import Trouble
 from tests.lora_models import assert_acts_as, assert_changed_by, same, shared, snapshot
 
 pytestmark = pytest.mark.torch
@@ -402,3 +403,16 @@ def test_alpha_in_our_own_metadata_is_for_people(random, tmp_path):
     """A module trained at alpha = rank has no tensor for it, whatever the largest alpha of the file is."""
     path, products = _metadata_file(tmp_path, random, {"software": "Loft 0.1.0", "alpha": "16.0", "rank": "16"})
     check(QWEN, path, products)
+
+
+def test_a_core_of_another_rank_is_refused(random):
+    stem, model = CONV, shared(UNET)
+    file = {f"{stem}.lora_down.weight": draw(random, 4, 8, 1, 1), f"{stem}.lora_up.weight": draw(random, 8, 4, 1, 1)}
+    with pytest.raises(Trouble, match="core"):
+        lora.load(model, {**file, f"{stem}.lora_mid.weight": draw(random, 3, 4, 3, 3)})
+
+
+def test_factors_that_lie_turned_in_memory(random):
+    left, right = draw(random, 4, 6).t(), draw(random, 12, 8).t()
+    file = {f"{Q}.lokr_w1": left, f"{Q}.lokr_w2": right}
+    check(QWEN, {**file}, {f"{Q}.weight": numpy.kron(numbers(left), numbers(right))})

@@ -106,6 +106,32 @@ WRONG = {
         "lokr w1",
     ),
     "a LoHa of four dimensions": (hada(w1_a=(48, 2, 1, 1)), "shape_mismatch", "hada_w1_a"),
+    "sizes of a thousand dimensions": (
+        {**pair(), f"{Q}.reshape_weight": torch.ones(1000)},
+        "shape_mismatch",
+        "the sizes of a weight",
+    ),
+    "sizes in 8 bits that are no numbers": (
+        {**pair(), f"{Q}.reshape_weight": torch.full((2,), float("nan")).to(torch.float8_e4m3fn)},
+        "shape_mismatch",
+        "the sizes of a weight",
+    ),
+    "no sizes": ({**pair(), f"{Q}.reshape_weight": torch.ones(0)}, "shape_mismatch", "the sizes of a weight"),
+    "small factors of an endless matrix": (
+        {f"{Q}.lokr_w1": torch.ones(2000, 2000), f"{Q}.lokr_w2": torch.ones(2000, 2000)},
+        "shape_mismatch",
+        "4000000",
+    ),
+    "two changes of unlike sizes": (
+        {**pair(), f"{Q}.lokr_w1": torch.ones(4, 4), f"{Q}.lokr_w2": torch.ones(12, 11)},
+        "shape_mismatch",
+        "44",
+    ),
+    "a weight replaced that is not there": (
+        {"transformer_blocks.0.attn.norm_q.set_weight": torch.ones(16), f"{Q}.set_weight": torch.ones(48)},
+        "shape_mismatch",
+        "set_weight",
+    ),
     "complex numbers": ({f"{Q}.diff": torch.ones(48, 48, dtype=torch.complex64)}, "shape_mismatch", "diff"),
     "another model": (pair("blocks.7.attention.nothing"), "no_keys_match", "none of its 1"),
     "no adapter at all": ({"img_in.weight": torch.ones(48, 16)}, "no_keys_match", "not a LoRA"),
