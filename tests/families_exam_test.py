@@ -93,6 +93,8 @@ def test_it_answers_the_questions(family):
         assert any(signature.part == name for signature in family.SIGNATURES), f"{name} cannot be recognised"
     assert {signature.part for signature in family.SIGNATURES} <= set(family.PARTS)
     assert {dialect.part for dialect in family.NAME_MAPS} <= set(family.PARTS)
+    if hasattr(family, "BLOCK_STREAMS"):
+        assert family.BLOCK_STREAMS[0] in family.PARTS["dit"].blocks
     if hasattr(family, "predict"):
         assert all(callable(getattr(family, question)) for question in QUESTIONS) and family.MAX_TOKENS > 0
 

@@ -39,6 +39,8 @@ def arrange(pipeline, request: GenerationRequest) -> None:
     step_cache(pipeline, request)
     if request.compile:
         compiled.check(pipeline.device)
+    if request.fp8_products:
+        pipeline.note("Layers were multiplied in FP8, inputs rounded too: the picture is close to the exact one, not the same.")
     lists = pipeline.family.PARTS[PART].blocks
     compiles = request.compile != compiled.is_compiled(module, lists)
     codes = native_fp8.chosen if request.fp8_products else _none

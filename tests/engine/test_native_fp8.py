@@ -75,6 +75,7 @@ def test_a_model_multiplies_in_8_bits_only_when_asked_and_stays_close(deep_qwen,
     pipeline = load(deep_qwen, fp8_products=True)
     assert draw(pipeline).tolist() == draw(stored).tolist() and not products  # FP8 storage, exact products
     ours = draw(pipeline, fp8_products=True)
+    assert "FP8" in pipeline.notes[0] and not stored.notes
     assert len(products) == 2 * 4 * 14  # steps x blocks x linear layers of a block
     assert 0 < numpy.abs(ours - exact).mean() < 12
     name = "transformer_blocks.1.attn.to_q.weight"
