@@ -151,7 +151,7 @@ def photograph(root: Path, target: Path, *, dark: bool = False) -> None:
     try:
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=chromium_path(), args=["--no-sandbox"])
-            page = browser.new_page(viewport={"width": 1280, "height": 1000}, color_scheme="dark" if dark else "light")
+            page = browser.new_page(viewport={"width": 1280, "height": 940}, color_scheme="dark" if dark else "light")
             page.goto(site.address)
             wait_ready(page)
             tab(page, "LoRAs and models")
