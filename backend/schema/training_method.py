@@ -63,6 +63,9 @@ class TrainingSection:
         label="Schedule",
         level="advanced",
     )
+    lr_schedulers: str | None = knob(
+        None, help="Schedules of single parts: `text_encoder=cosine`, comma-separated.", label="Schedules of parts", level="advanced"
+    )
     lr_warmup_steps: int = knob(
         0, help="Steps over which it rises from 0.", low=0, high=10**6, label="Warm-up", level="advanced"
     )

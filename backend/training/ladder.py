@@ -32,7 +32,7 @@ def _rungs(config) -> list[tuple[bool, list[str], str]]:
          "keeping what activations begin from in RAM"),
         (bool(trained_parts(config)) and on_ram and _has_card(), ["--enable_optimizer_cpu_offload"], "keeping the optimizer in RAM"),
         (frozen and not in_eight, ["--fp8_models", f"{part}"], f"storing {part} in FP8"),
-        (frozen and not memory.enable_model_cpu_offload, ["--enable_model_cpu_offload"], "keeping frozen weights in RAM"),
+        (frozen and not memory.enable_model_cpu_offload and not model.quant_options, ["--enable_model_cpu_offload"], "keeping frozen weights in RAM"),
     ]  # fmt: skip
 
 

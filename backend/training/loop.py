@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -69,7 +70,7 @@ def _train(run: Run) -> str:
     for step in range(start, pace.total):
         began = time.monotonic()
         epoch = pace.epoch_of(step)
-        rate = set_rates(run.optimizers, rate_factor(step, pace.total, run.config.training))
+        rate = set_rates(run.optimizers, partial(rate_factor, step, pace.total, run.config.training))
         groups = of_step(batches_of(epoch), step % pace.per_epoch, processes=_processes(run), accumulation=_turns(run))
         loss = one_step(run, groups)
         bad = 0 if loss is not None else bad + 1

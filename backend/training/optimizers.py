@@ -6,11 +6,12 @@ import importlib
 import importlib.util
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from backend.schema.messages import Trouble
+from backend.schema.training import SCHEDULES
 
 _NAMED = {
     "adamw": "torch.optim.AdamW",
@@ -30,18 +31,19 @@ _ON_PYPI = {"pytorch_optimizer": "pytorch-optimizer"}  # where a package is call
 def make_optimizers(weights: dict[str, torch.nn.Parameter], section) -> list[torch.optim.Optimizer]:
     """One optimizer, or two for muon: Muon on the matrices of blocks, AdamW for everything else.
 
-    `weights` are `part.parameter` names. A group is called by its part and remembers its full rate as `initial_lr`.
+    `weights` are `part.parameter` names. A group is called by its part and remembers its full rate as `initial_lr` and its `schedule`.
     """
     name = section.customized_optimizer.strip()
     arguments = _arguments(section.optimizer_args)
     rates = part_rates(section.learning_rates, section.learning_rate, {name.partition(".")[0] for name in weights})
+    kinds = part_schedules(section.lr_schedulers, section.lr_scheduler, rates)
     if name.lower() == "muon":
         blocks = {name: weight for name, weight in weights.items() if _is_block_matrix(name, weight)}
         rest = {name: weight for name, weight in weights.items() if name not in blocks}
         arguments.setdefault("adjust_lr_fn", "match_rms_adamw")
-        made = [_make("torch.optim.Muon", blocks, rates, section.weight_decay, arguments)] if blocks else []
-        return made + ([_make("torch.optim.AdamW", rest, rates, section.weight_decay, {})] if rest else [])
-    return [_make(_NAMED.get(name.lower(), name), weights, rates, section.weight_decay, arguments)]
+        made = [_make("torch.optim.Muon", blocks, rates, kinds, section.weight_decay, arguments)] if blocks else []
+        return made + ([_make("torch.optim.AdamW", rest, rates, kinds, section.weight_decay, {})] if rest else [])
+    return [_make(_NAMED.get(name.lower(), name), weights, rates, kinds, section.weight_decay, arguments)]
 
 
 def check_optimizer(section) -> None:
@@ -55,7 +57,9 @@ def _is_block_matrix(name: str, weight: torch.Tensor) -> bool:
     return weight.ndim == 2 and any(piece.isdigit() for piece in name.split(".")[:-1])
 
 
-def _make(dotted: str, weights: dict, rates: dict[str, float], decay: float, arguments: dict) -> torch.optim.Optimizer:
+def _make(
+    dotted: str, weights: dict, rates: dict[str, float], kinds: dict[str, str], decay: float, arguments: dict
+) -> torch.optim.Optimizer:
     groups: dict[str, list] = {}
     for name, weight in weights.items():
         groups.setdefault(name.partition(".")[0], []).append(weight)
@@ -70,7 +74,7 @@ def _make(dotted: str, weights: dict, rates: dict[str, float], decay: float, arg
             "bad_value", f"The optimizer {dotted} does not take these settings: {error}.", hint="See --optimizer_args."
         ) from None
     for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
+        group["initial_lr"], group["schedule"] = group["lr"], kinds.get(group.get("part"))
     return optimizer
 
 
@@ -129,12 +133,28 @@ def part_rates(text: str | None, general: float, parts: Iterable[str]) -> dict[s
     return rates
 
 
-def rate_factor(step: int, total: int, section) -> float:
-    """What the full rate is multiplied by at `step` (0 is the first) of `total`."""
+def part_schedules(text: str | None, general: str, parts: Iterable[str]) -> dict[str, str]:
+    """Schedule of each part from `part=schedule,part=schedule` over the general one."""
+    found = dict.fromkeys(parts, general)
+    for entry in (text or "").split(","):
+        part, equals, kind = (piece.strip() for piece in entry.partition("="))
+        if not part and not equals:
+            continue
+        if part not in found or kind not in SCHEDULES:
+            raise Trouble(
+                "bad_value", f"{entry.strip()!r} in --lr_schedulers is not a part that trains and its schedule.",
+                hint=f"Parts: {', '.join(found)}; schedules: {', '.join(SCHEDULES)}.",
+            )  # fmt: skip
+        found[part] = kind
+    return found
+
+
+def rate_factor(step: int, total: int, section, kind: str | None = None) -> float:
+    """What the full rate is multiplied by at `step` (0 is the first) of `total`; `kind`: by that schedule instead of the general one."""
     warm = section.lr_warmup_steps
     rise = min(1.0, (step + 1) / warm) if warm else 1.0
     done = min(max((step - warm) / max(total - warm, 1), 0.0), 1.0)
-    kind = section.lr_scheduler
+    kind = kind or section.lr_scheduler
     if kind == "linear":
         return rise * (1 - done)
     if kind == "linear_from_half":
@@ -146,11 +166,11 @@ def rate_factor(step: int, total: int, section) -> float:
     return rise
 
 
-def set_rates(optimizers: list[torch.optim.Optimizer], factor: float) -> float:
-    """Sets every group's rate and returns the first."""
+def set_rates(optimizers: list[torch.optim.Optimizer], factor: Callable[[str | None], float] | float) -> float:
+    """Sets every group's rate and returns the first. `factor`: of all, or of a group by its schedule."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor
+            group["lr"] = group["initial_lr"] * (factor(group.get("schedule")) if callable(factor) else factor)
     return optimizers[0].param_groups[0]["lr"]
 
 

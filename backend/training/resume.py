@@ -58,10 +58,10 @@ def _take(run, state) -> None:
             "bad_value", "The saved state was made with another optimizer.", hint="Use the same, or begin anew."
         )
     for optimizer, saved in zip(run.optimizers, state.optimizers, strict=True):
-        rates = [group["initial_lr"] for group in optimizer.param_groups]
+        ours = [{name: group[name] for name in ("initial_lr", "schedule")} for group in optimizer.param_groups]
         optimizer.load_state_dict(shards.spread_state(saved, optimizer))
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["initial_lr"] = rate  # the setting rules, not the state
+        for group, values in zip(optimizer.param_groups, ours, strict=True):
+            group.update(values)  # the settings rule, not the state
     if run.beside:
         run.beside.refresh()
     if run.mean and state.mean:

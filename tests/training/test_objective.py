@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from backend.schema.messages import Trouble
 from backend.schema.training import LossSection, TrainingSection
 from backend.training.objective import Draws, draw, errors, level_weight, noisy
-from backend.training.optimizers import Lion, Mean, make_optimizers, rate_factor
+from backend.training.optimizers import Lion, Mean, make_optimizers, rate_factor, set_rates
 
 pytestmark = pytest.mark.torch
 
@@ -78,6 +80,20 @@ def test_rates_rise_and_fall(name: str, expected: list[float]):
     section = replace(TrainingSection(), lr_scheduler=name, lr_warmup_steps=2, lr_restarts=2)
     found = [rate_factor(step, 102, section) for step in (0, 1, 2, 52, 102)]
     assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_parts_have_schedules_of_their_own():
+    weights = {name: torch.nn.Parameter(torch.ones(2)) for name in ("dit.a", "text_encoder.b")}
+    section = replace(
+        TrainingSection(), learning_rate=1.0, learning_rates="text_encoder=0.5", lr_schedulers="text_encoder=linear"
+    )
+    (optimizer,) = make_optimizers(weights, section)
+    for step, expected in ((0, [1.0, 0.5]), (50, [1.0, 0.25]), (75, [1.0, 0.125])):
+        set_rates([optimizer], partial(rate_factor, step, 100, section))
+        assert [group["lr"] for group in optimizer.param_groups] == expected
+    for wrong in ("vae=linear", "dit=slow", "dit"):
+        with pytest.raises(Trouble, match="--lr_schedulers"):
+            make_optimizers(weights, replace(section, lr_schedulers=wrong))
 
 
 def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest():

@@ -108,6 +108,24 @@ def test_a_lora_file_can_be_gone_on_from(run_training, tmp_path: Path, capsys):
     assert "Set --lora_rank" in capsys.readouterr().err
 
 
+def test_targets_are_names_expressions_all_or_a_set_of_the_family(tiny_qwen: Path):
+    from backend.catalog.identify import identify_model
+    from backend.engine.load import build_meta
+    from backend.families import FAMILIES, qwen_image
+    from backend.schema.messages import Trouble
+    from backend.training.adapters import target_modules
+
+    dit = build_meta(identify_model(tiny_qwen, FAMILIES).parts["dit"])
+    counted = {
+        "to_q": 2, "attn.to_q,img_mlp.net.2": 4, r"transformer_blocks\.1\.attn\.to_[qkv]": 3, "attention": 16, "attention_and_mlp": 24,
+        "all": 24, "": 24, "all-linear": sum(isinstance(module, torch.nn.Linear) for module in dit.modules()),
+    }  # fmt: skip
+    assert {wanted: len(target_modules(dit, wanted, qwen_image, part="dit")) for wanted in counted} == counted
+    for nothing in ("to_q,no_such", r".*no_such\d"):
+        with pytest.raises(Trouble, match="No module of dit"):
+            target_modules(dit, nothing, qwen_image, part="dit")
+
+
 def test_ranks_and_alphas_by_module(run_training, tmp_path: Path):
     flags = (
         "--lora_target_modules",
