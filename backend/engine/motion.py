@@ -216,6 +216,7 @@ class Motion:
         for pool in (self.fetched, self.cast):
             if pool is not None:
                 pool.slots.clear()
+        self._casts.clear()  # they would keep weights alive that have left
 
     def close(self) -> None:
         self.empty()

@@ -309,7 +309,9 @@ def test_fp8_takes_one_byte_a_number_and_offload_gives_back(small):
     held = placed.held_bytes()
     assert held["stored"] == matrices  # all else is a view of the file, whose dtype is right already
     assert held["staging"] == 192 * 48 * 2  # the largest matrix alone, not a block
+    kept = [weakref.ref(unit.stored) for unit in placed.blocks]
     placed.offload()
+    assert not any(one() for one in kept)  # nobody else has them
     assert placed.held_bytes() == {"stored": 0, "staging": 0}
     placed.close()
 
