@@ -121,6 +121,7 @@ def test_the_forms_defaults_take_quickly_and_leave_the_rest_alone(data: Places, 
     from backend.engine import lora
 
     file, seconds = train(kind, data)
+    print(kind, f"{seconds:.0f} CPU s")
     assert seconds < MOST_CPU_SECONDS
     painter = Painter()
     lora.load(painter.parts["dit"], file)
