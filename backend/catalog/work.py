@@ -91,14 +91,14 @@ def work_of_training(config, sizes: ModelSizes) -> tuple[Work, Layout]:
         caches="text_encoder" not in (*full, base),
         decoder_dtype="float32",
         total_steps=values.get("max_steps") or 1000,
-        can=TRAINING_RUNGS & values.keys(),
+        can=(TRAINING_RUNGS & values.keys()) - ({"enable_model_cpu_offload"} if _quantises_denoiser(values) else set()),
     )
     return work, _own_layout(values)
 
 
 def _own_layout(values: dict) -> Layout:
     offloads = bool(values.get("use_gradient_checkpointing_offload"))
-    eight = _names_denoiser(values.get("fp8_models"))
+    eight = _names_denoiser(values.get("fp8_models")) or _quantises_denoiser(values)  # four bits are counted as eight
     away = bool(values.get("enable_model_cpu_offload")) or _names_denoiser(values.get("offload_models"))
     state = STATE_BYTES.get(values["customized_optimizer"].strip().lower(), 8.0)
     return Layout(
@@ -108,6 +108,11 @@ def _own_layout(values: dict) -> Layout:
         state_bytes=state + (4.0 if values.get("ema_decay") else 0.0),
         states_in_ram=bool(values.get("enable_optimizer_cpu_offload")),
     )
+
+
+def _quantises_denoiser(values: dict) -> bool:
+    entries = (values.get("quant_options") or "").split(";")
+    return _names_denoiser(",".join(entry.rpartition(":")[0] for entry in entries))
 
 
 def _names_denoiser(entries: str | None) -> bool:

@@ -196,6 +196,16 @@ def test_a_choice_of_the_config_is_kept():
     assert found.settings["use_gradient_checkpointing"] and "customized_optimizer" not in found.settings
 
 
+def test_a_quantised_denoiser_is_counted_and_neither_moved_nor_stored_otherwise():
+    entry = "Qwen/Qwen-Image:transformer/diffusion_pytorch_model*.safetensors:bitsandbytes_nf4/img_in"
+    plain, quantised = (
+        plan("Qwen-Image", card_of(30)[0], knobs.from_values(TrainingConfig, {"quant_options": said})) for said in (None, entry)
+    )
+    assert plain.settings["enable_model_cpu_offload"] and quantised.settings.keys().isdisjoint({"fp8_models", "enable_model_cpu_offload"})
+    whole = plan("Qwen-Image", card_of(141)[0], TrainingConfig())
+    assert quantised.phases[-1].weights_bytes["dit"] < 0.55 * whole.phases[-1].weights_bytes["dit"]
+
+
 def test_all_weights_training_counts_masters_gradients_and_moments():
     spec = identify_model(ASSETS / "starter", FAMILIES)
     numel = sizes_of(spec).parts["dit"].numel
