@@ -21,7 +21,8 @@ STEPS_SEEN = 2  # of the steps of a picture; the first may fill tables that the 
 
 
 def weight_bytes(modules: Mapping[str, object], device: torch.device) -> int:
-    """Bytes of the parameters and buffers of `modules` that lie on `device`; buffers that blocks are fetched into are not among them."""
+    """Bytes of the parameters and buffers of `modules` that lie on `device`, and in RAM of the buffers that blocks are fetched into
+    (they are mappings there, which no operation makes)."""
     return sum(_of_module(module, device) for module in modules.values() if isinstance(module, torch.nn.Module))
 
 
@@ -30,7 +31,8 @@ def _of_module(module: torch.nn.Module, device: torch.device) -> int:
     if placed is None or placed.states.resident:
         return _sum((*module.parameters(), *module.buffers(), *stages.tables(module)), device)
     stored = [unit.stored.tensors for unit in placed.units if unit.stored and unit.stored.state.device == device]
-    return _sum((*stages.tables(module), *(tensor for tensors in stored for tensor in tensors)), device)
+    fetched = placed.motion.staging_bytes() if device.type == "cpu" else 0
+    return fetched + _sum((*stages.tables(module), *(tensor for tensors in stored for tensor in tensors)), device)
 
 
 def _sum(tensors, device: torch.device) -> int:

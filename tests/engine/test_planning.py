@@ -1,0 +1,49 @@
+"""The engine does what the plan says, block by block, and takes what the plan said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from backend.catalog.identify import identify_model
+from backend.catalog.plan import plan
+from backend.engine import live, memory
+from backend.engine.pipeline import Pipeline
+from backend.engine.planning import Placing
+from backend.families import FAMILIES
+from backend.schema.places import ASSETS
+from backend.schema.request import GenerationRequest
+
+pytestmark = pytest.mark.torch
+MIB = 2**20
+
+
+def test_blocks_that_stay_and_blocks_that_come_are_the_plan_s():
+    spec = identify_model(ASSETS / "starter", FAMILIES)
+    request = GenerationRequest(prompt="a red apple", width=128, height=128, num_inference_steps=2)
+    card = replace(memory.probe("cpu"), dtypes=("bfloat16", "float32"), reserve_bytes=0)
+    small = replace(card, total_bytes=21 * MIB, free_bytes=21 * MIB, used_by_others_bytes=0)
+    found = plan(spec, small, request)
+    resident, streamed = found.resident_blocks["dit"], found.streamed_blocks["dit"]
+    assert found.verdict == "green" and resident and streamed, found.steps
+    placing = Placing.of(found, request)
+    pipeline = Pipeline(
+        spec, dtype=torch.bfloat16, device="cpu", configs=placing.configs, vram_limit_bytes=placing.vram_limit_bytes,
+        tiled_vae=placing.tiled_vae, halves_apart=placing.halves_apart, resident_blocks=placing.resident_blocks,
+    )  # fmt: skip
+    held: list[tuple[int, ...]] = []
+    try:
+        with live.measuring(pipeline) as peak:
+            pipeline.generate(request, should_stop=lambda: held.append(pipeline.placements["dit"].resident_blocks()))
+        dit = pipeline.placements["dit"]
+        assert len(dit.blocks) == len(resident) + len(streamed)
+    finally:
+        pipeline.close()
+    assert held[-1] == resident
+    # while the transformer is away its rotary tables stay: 2 MiB, which no plan counts
+    for phase in found.phases:
+        assert peak.by_phase[phase.name] == pytest.approx(phase.live_bytes, rel=0.02, abs=2.2 * MIB), phase.name
+    assert peak.highest_bytes == pytest.approx(found.peak_live_bytes, rel=0.02)
+    assert peak.highest_bytes <= small.total_bytes
