@@ -81,7 +81,7 @@ def receipt(studio: Studio, picture: Path | None) -> str:
         ("Negative", str(request.get("negative_prompt", ""))),
         ("Model", str(request.get("model", ""))),
         ("Size", f"{request.get('width', '?')} × {request.get('height', '?')}"),
-        ("Steps, guidance", f"{request.get('num_inference_steps', '?')}, {request.get('guidance', '?')}"),
+        ("Steps, guidance", f"{request.get('num_inference_steps', '?')}, {_plain(request.get('guidance', '?'))}"),
         ("Seed", "" if settings.seed is None else str(settings.seed)),
         ("From a picture", _start_words(request)),
         ("Took", time_words(settings.seconds) if settings.seconds >= 1 else f"{settings.seconds:.1f} s"),
@@ -91,6 +91,10 @@ def receipt(studio: Studio, picture: Path | None) -> str:
     notes = "".join(f"<p class='caption'>{safe(note)}</p>" for note in settings.notes)
     link = f'<a class="file" href="{studio.address(picture)}" download="{safe(picture.name)}">{safe(picture.name)}</a>'
     return f'<div class="receipt">{facts(rows)}{uses}{notes}<p class="caption">{link}</p></div>'
+
+
+def _plain(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _start_words(request: dict) -> str:

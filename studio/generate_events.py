@@ -22,7 +22,9 @@ from studio.words import faults_style, notice, trouble_notice
 
 GUESS_SEEDS = 2**32
 # On a narrow window the picture lies below the form.
-SHOW_STAGE = "() => { if (innerWidth <= 820) document.querySelector('#stage').scrollIntoView({behavior: 'smooth'}); }"
+SHOW_STAGE = (
+    "(said) => { if (!said && innerWidth <= 820) document.querySelector('#stage').scrollIntoView({behavior: 'smooth'}); }"
+)
 
 
 def wire(studio: Studio, tab: Generate, ui: gr.BrowserState, most: gr.State, redraw: Callable) -> None:
@@ -89,9 +91,9 @@ def _wire_go(studio: Studio, tab: Generate, ui: gr.BrowserState, redraw: Callabl
             return unchanged(tab.fields), trouble_notice(trouble), gr.skip()
         return _changes(tab, {"seed": request.seed}), "", choice | {"picture": ""}
 
-    tab.go.click(None, None, None, js=SHOW_STAGE)
     for event in (tab.go.click, tab.form.controls["prompt"].submit):
-        redraw(ask(event, submit, [ui, tab.start_picture], tab.fields, [tab.said, ui], tab.keeping))
+        submitted = ask(event, submit, [ui, tab.start_picture], tab.fields, [tab.said, ui], tab.keeping)
+        redraw(submitted).then(None, tab.said, None, js=SHOW_STAGE)
     redraw(tab.cancel.click(lambda: studio.engine.cancel(), None, None, **QUIET))
 
 

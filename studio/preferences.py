@@ -86,7 +86,7 @@ def _devices() -> list[tuple[str, str]]:
     """(label, device) of those that are here; others can be written."""
     found = [(f"{one.device} ({one.name})", one.device) for one in card.probe() if one.device != "cpu"]
     return [
-        ("The first card, or the processor where there is none", "auto"),
+        ("Automatic", "auto"),
         *found,
         (f"cpu ({card.cpu_name()})", "cpu"),
     ]

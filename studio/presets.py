@@ -26,6 +26,14 @@ class Preset:
     values: dict
 
 
+OWN = ""  # the name of settings that are no preset's
+
+
+def choices(places: Places) -> list[tuple[str, str]]:
+    """(title, name) of every preset, and of what is none."""
+    return [(preset.title, preset.name) for preset in presets(places)] + [("Own settings", OWN)]
+
+
 def presets(places: Places | None = None) -> list[Preset]:
     """Every preset that can be read: the shipped ones by file name, then the user's own in `user/presets`."""
     folders = [FOLDER] + ([places.user / "presets"] if places else [])
@@ -59,10 +67,10 @@ def apply(preset: Preset, config: TrainingConfig) -> TrainingConfig:
         ) from None
 
 
-def matching(config: TrainingConfig, found: list[Preset]) -> str | None:
-    """The name of the first preset whose settings `config` has, all of them."""
+def matching(config: TrainingConfig, found: list[Preset]) -> str:
+    """The name of the first preset whose settings `config` has, all of them, else `OWN`."""
     values = to_values(config)
-    return next((preset.name for preset in found if _holds(values, preset)), None)
+    return next((preset.name for preset in found if _holds(values, preset)), OWN)
 
 
 def _holds(values: dict, preset: Preset) -> bool:

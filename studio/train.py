@@ -139,8 +139,8 @@ def build(studio: Studio) -> Train:
                         elem_id="upload-files",
                     )
             preset = gr.Dropdown(
-                choices=[(item.title, item.name) for item in presets.presets(studio.places)],
-                value=None,
+                choices=presets.choices(studio.places),
+                value=presets.OWN,
                 label="Preset",
                 info="Fills in how to train; pictures, name and prompts stay.",
                 elem_id="preset",
@@ -198,8 +198,8 @@ def fill(studio: Studio, tab: Train, config: TrainingConfig) -> list:
     names = list(tab.form.controls)
     at = names.index("dataset_base_path")
     values[at] = gr.update(choices=captions.choices(studio.places), value=config.dataset.dataset_base_path or None)
-    found = presets.presets(studio.places)
-    choice = gr.update(choices=[(item.title, item.name) for item in found], value=presets.matching(config, found))
+    now = presets.matching(config, presets.presets(studio.places))
+    choice = gr.update(choices=presets.choices(studio.places), value=now)
     return [*values, command_of(config), shown_editor(config, 0), 0, choice]
 
 

@@ -19,6 +19,11 @@ from studio.studio import Studio
 from studio.train import Train, command_of, drawn_editor, plan_of, remembered, set_values
 from studio.words import faults_style, notice, trouble_notice
 
+# On a narrow window the run lies below the form.
+SHOW_RUN = (
+    "(said) => { if (!said && innerWidth <= 820) document.querySelector('#run-head').scrollIntoView({behavior: 'smooth'}); }"
+)
+
 
 def wire(studio: Studio, tab: Train, ui: gr.BrowserState, redraw: Callable, use_lora: Callable) -> None:
     """Binds everything. `use_lora(event)` leads to Generate with the LoRA that the browser's choices name."""
@@ -159,7 +164,8 @@ def _wire_start(studio: Studio, tab: Train, ui: gr.BrowserState, redraw: Callabl
         return choice | {"run": folder.name}, "", ""
 
     outputs = [ui, tab.said, tab.run_said]
-    redraw(tab.start.click(start, [ui, *tab.form.components], outputs, **QUIET))
+    started = redraw(tab.start.click(start, [ui, *tab.form.components], outputs, **QUIET))
+    started.then(None, tab.said, None, js=SHOW_RUN)
 
 
 def _chosen(studio: Studio, choice: dict) -> runs.Run:

@@ -10,7 +10,7 @@ from PIL import Image, ImageChops, ImageStat
 from backend.host import runs
 from backend.schema.places import ASSETS
 from studio import session
-from tests.browser.conftest import Held, Site, tab, wait_ready, wait_until
+from tests.browser.conftest import Held, Site, tab, text_below, wait_ready, wait_until
 
 pytestmark = [pytest.mark.browser, pytest.mark.torch, pytest.mark.slow]
 STATUS = "#run-head .pill"
@@ -103,6 +103,7 @@ def test_what_cannot_be_trained_is_told_in_a_sentence(site, open_page, tiny_set,
     page.click("#train-start")
     page.wait_for_selector("#train-said .notice.bad >> text=There are no pictures in")
     put(page, "lora_rank", 0)
+    wait_until(lambda: page.wait_for_timeout(50) or text_below(page, "#set-lora_rank") == "Rank is 0; the least is 1.")
     page.click("#train-start")
     page.wait_for_selector("#train-said .notice.bad >> text=Rank")
     assert "the least is 1" in page.inner_text("#train-said")

@@ -83,3 +83,28 @@ def test_a_slider_is_only_offered_where_it_can_hit_the_default():
     made = everything(TrainingConfig)
     assert isinstance(made.controls["learning_rate"], gr.Number)
     assert isinstance(made.controls["caption_dropout"], gr.Slider)
+
+
+def test_what_cannot_be_is_told_for_each_field():
+    made = everything(GenerationRequest)
+    values = dict(zip(made.controls, form.fill(made, GenerationRequest()), strict=True)) | {"width": 3, "count": None, "seed": 1.5}
+    found = form.faults(made, list(values.values()))
+    assert set(found) == {"width", "count", "seed"}
+    assert found["width"] == "Width is 3; the least is 16." and "needs a value" in found["count"]
+
+
+def test_only_what_differs_or_is_wanted_is_changed():
+    made = everything(TrainingConfig)
+    shown = form.fill(made, TrainingConfig())
+    config = from_values(TrainingConfig, {"max_steps": 7, "flip": True})
+    assert form.differing(made, config, shown) == {"max_steps": 7, "flip": True}
+    changes = dict(zip(made.controls, form.changes(made, {"max_steps": 7, "data_file_keys": ("image", "mask")}), strict=True))
+    assert changes["max_steps"] == 7 and changes["data_file_keys"] == "image\nmask"
+    assert [name for name, change in changes.items() if change != gr.skip()] == ["data_file_keys", "max_steps"]
+
+
+def test_a_number_typed_beside_a_slider_is_brought_into_its_range(monkeypatch):
+    monkeypatch.setattr(gr.Slider, "preprocess", gr.Slider.preprocess)  # put back afterwards
+    form.clamp_sliders()
+    slider = everything(GenerationRequest).controls["num_inference_steps"]
+    assert [slider.preprocess(typed) for typed in (0, 12, 999, None)] == [1, 12, 200, 1]

@@ -30,6 +30,24 @@ def test_a_preset_with_an_unknown_setting_is_told_by_its_title():
         presets.apply(presets.Preset("mine", "Mine", "", {"no_such_setting": 1}), TrainingConfig())
 
 
+def test_settings_of_no_preset_have_a_name_too(data):
+    assert presets.matching(from_values(TrainingConfig, SHIPPED[0].values | {"max_steps": 77}), SHIPPED) == presets.OWN
+    assert ("Own settings", presets.OWN) in presets.choices(data)
+
+
+def test_another_set_brings_its_words_and_leaves_what_was_typed(data, tmp_path):
+    character, style = captions.shipped()
+    first = train.with_dataset(TrainingConfig(), str(character))
+    second = train.with_dataset(first, str(style))
+    assert second.dataset.trigger_word == "neon style" and second.output.name == "neon"
+    plain = train.with_dataset(second, str(tmp_path))
+    assert plain.dataset.trigger_word == "" and plain.output.name == TrainingConfig().output.name
+    typed = from_values(TrainingConfig, {"name": "mine", "trigger_word": "zork"})
+    assert train.with_dataset(typed, str(tmp_path)).dataset.trigger_word == "zork"
+    (tmp_path / "metadata.csv").write_text("image,prompt\n")
+    assert train.with_dataset(typed, str(tmp_path)).dataset.dataset_metadata_path == str(tmp_path / "metadata.csv")
+
+
 def test_a_file_that_is_no_preset_is_passed_over(data):
     folder = data.user / "presets"
     folder.mkdir(parents=True)

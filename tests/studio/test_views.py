@@ -13,6 +13,7 @@ from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest
 from backend.schema.vram import Card
 from studio import draw, engine_view, run_view, words
+from studio.preferences import device_fault
 
 GIB = 2**30
 RUN = Run(
@@ -84,6 +85,8 @@ def test_a_curve_has_few_points_and_no_nonsense():
         assert len(pairs) <= draw.MOST_POINTS
         assert all(0 <= x <= draw.CURVE_WIDTH and 0 <= y <= draw.CURVE_HEIGHT for x, y in pairs)
     assert "second step" in draw.curve([(1.0, 0.5)], x_name="step", y_name="loss")
+    low = draw.curve([(1.0, 2.5), (2.0, 0.01)], x_name="step", y_name="loss").split("text-anchor", 2)[1]
+    assert '"end">0<' in low, "losses are not below nothing"
     assert "<svg" in draw.curve([(1.0, 0.5), (2.0, 0.5)], x_name="step", y_name="loss")
 
 
@@ -92,3 +95,18 @@ def test_numbers_are_said_as_people_say_them():
     assert [words.time_words(s) for s in (0.2, 8, 125, 4800)] == ["0 s", "8 s", "2 min 05 s", "1 h 20 min"]
     assert [words.pace_words(s) for s in (0, 0.456, 12)] == ["–", "0.46 s", "12 s"]
     assert words.count_words(1, "run") == "1 run" and words.count_words(2, "run") == "2 runs"
+
+
+def test_the_sentence_at_a_field_cannot_break_out_of_its_style():
+    html = words.faults_style({"width": 'is "x"</style><script>\\'}, prefix="set-")
+    assert html.startswith("<style>#set-width::after") and html.count("<") == 4  # the style and the paragraph, opened and closed
+    assert words.faults_style({}, prefix="set-") == ""
+
+
+def test_a_device_is_one_that_is_here():
+    cards = (Card("cuda:0", "RTX", 12 * GIB, 9 * GIB),)
+    for device in ("auto", "cpu", "cuda", "cuda:0", "xpu:0"):
+        assert device_fault(device, cards) == ""
+    assert device_fault("cuda:1", cards) == "There is no device 'cuda:1' here. It can be auto, cuda:0, cpu."
+    for device in ("cuda:0", "gpu", "", "cuda:"):
+        assert "no device" in device_fault(device, (Card("cpu", "CPU", GIB, GIB),))
