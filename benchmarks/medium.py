@@ -16,12 +16,12 @@ RANK = 16
 MIB = 2**20
 
 
-def config_of(quick: bool) -> dict:
+def config_of(quick: bool, layers: int = 3) -> dict:
     heads = 12 if quick else 24
-    return {"num_layers": 3, "num_attention_heads": heads, "attention_head_dim": 128, "joint_attention_dim": 3584}
+    return {"num_layers": layers, "num_attention_heads": heads, "attention_head_dim": 128, "joint_attention_dim": 3584}
 
 
-def make_model(folder: Path, quick: bool) -> None:
+def make_model(folder: Path, quick: bool, layers: int = 3) -> None:
     """Random weights in five shards, written one at a time."""
     import torch
     from diffusers import QwenImageTransformer2DModel
@@ -29,7 +29,8 @@ def make_model(folder: Path, quick: bool) -> None:
 
     with torch.device("meta"):
         shapes = {
-            key: value.shape for key, value in QwenImageTransformer2DModel(**config_of(quick)).state_dict().items()
+            key: value.shape
+            for key, value in QwenImageTransformer2DModel(**config_of(quick, layers)).state_dict().items()
         }
     total, done = sum(shape.numel() for shape in shapes.values()), 0
     places: dict[str, str] = {}
@@ -42,7 +43,8 @@ def make_model(folder: Path, quick: bool) -> None:
         save_file(weights, folder / name)
     index = {"metadata": {"total_size": 2 * total}, "weight_map": places}
     (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "config.json").write_text(json.dumps({"_class_name": "QwenImageTransformer2DModel", **config_of(quick)}))
+    config = {"_class_name": "QwenImageTransformer2DModel", **config_of(quick, layers)}
+    (folder / "config.json").write_text(json.dumps(config))
     for path in files_of(folder):
         _settle(path)
 
@@ -88,12 +90,12 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("diffusion_pytorch_model-*.safetensors"))
 
 
-def part_of(folder: Path, quick: bool):
+def part_of(folder: Path, quick: bool, layers: int = 3):
     from backend.catalog.header import read_header
     from backend.catalog.spec import PartSpec
 
     tensors = {key: at for path in files_of(folder) for key, at in read_header(path).tensors.items()}
-    return PartSpec("dit", NETWORK, config_of(quick), tensors, storage="bfloat16", folder=folder)
+    return PartSpec("dit", NETWORK, config_of(quick, layers), tensors, storage="bfloat16", folder=folder)
 
 
 def medians(

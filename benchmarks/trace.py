@@ -1,6 +1,7 @@
 """Memory over time: load, three pictures of 512 x 512 in two steps each, unload; through the Python API, with the medium transformer.
 
 The text encoder is a small one of the transformer's width with random weights, the autoencoder the starter's, so the curves are the transformer's.
+"streamed" has a model of about the same size in 12 blocks of half the width: of three blocks two would be staging, and then none could stay.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from medium import MIB, part_of, private_rss, row, rss
+from medium import MIB, files_of, make_model, part_of, private_rss, row, rss
 from peers import DISK, FP8
 
 STARTER = Path(__file__).resolve().parents[1] / "assets" / "starter"
@@ -23,7 +24,8 @@ CONFIGS = {
     "disk": DISK,
     "disk to FP8": DISK_TO_FP8,
 }
-LIMITS_GIB = {"streamed": 2.0}
+LIMITS_GIB = {"streamed": 1.25}
+NARROW_LAYERS = 12
 EVERY_SECONDS = 0.02
 KEY = (
     ("RSS, the file's mapped pages included", "#888888"),
@@ -58,6 +60,17 @@ def _text_encoder(folder: Path) -> Path:
     return place
 
 
+def _model(folder: Path, quick: bool, who: str):
+    """The transformer that `who` is measured with."""
+    if who != "streamed":
+        return part_of(folder, quick)
+    narrow = folder / "narrow"
+    if not files_of(narrow):
+        narrow.mkdir()
+        make_model(narrow, True, NARROW_LAYERS)
+    return part_of(narrow, True, NARROW_LAYERS)
+
+
 def draw_three(folder: Path, quick: bool, who: str) -> None:
     """One configuration: what the process holds, sampled all the while, goes to `trace.json` in `folder`."""
     import torch
@@ -67,7 +80,7 @@ def draw_three(folder: Path, quick: bool, who: str) -> None:
     from backend.pipelines import ModelConfig, QwenImagePipeline
 
     torch.set_num_threads(1)
-    encoder = _text_encoder(folder)
+    encoder, transformer = _text_encoder(folder), _model(folder, quick, who)
     for part in qwen_image.PARTS.values():  # imports count before, not as the model's
         load.find_class(part.network)
     memory.give_back("cpu")
@@ -88,7 +101,7 @@ def draw_three(folder: Path, quick: bool, who: str) -> None:
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     before = mark("load")
-    configs = [ModelConfig(path=part_of(folder, quick).files, **CONFIGS[who])]
+    configs = [ModelConfig(path=transformer.files, **CONFIGS[who])]
     configs.append(ModelConfig(path=sorted(encoder.glob("model*.safetensors"))))
     configs.append(ModelConfig(path=STARTER / "vae" / "diffusion_pytorch_model.safetensors"))
     tokenizer = ModelConfig(path=STARTER / "tokenizer")
@@ -108,7 +121,7 @@ def draw_three(folder: Path, quick: bool, who: str) -> None:
     over.set()
     watcher.join()
     highest = tuple(max(sample[index] for sample in samples) for index in (1, 2))
-    _keep(folder / "trace.json", who, {"samples": samples, "marks": marks, "file_bytes": part_of(folder, quick).nbytes})
+    _keep(folder / "trace.json", who, {"samples": samples, "marks": marks, "file_bytes": transformer.nbytes})
     for index, what in enumerate(("RSS", "private")):
         named = {"before": before, "loaded": loaded, "after 3 pictures": drawn, "highest": highest, "unloaded": after}
         row(f"{what} in MiB, {who}", "-", **{name: values[index] / MIB for name, values in named.items()})
@@ -148,7 +161,7 @@ def draw_curves(path: Path, picture: Path) -> None:
                     if what == "unload"
                     else {"xy": (x + 2, y0 + high + 4)}
                 )
-                pen.text(text=what, fill="#b06010", **side)
+                pen.text(text=what if what.endswith(("1", "d")) else what[-1], fill="#b06010", **side)
         for dash in range(0, wide, 6):
             y = at(0, one["file_bytes"])[1]
             pen.line([x0 + dash, y, x0 + dash + 2, y], fill="#cc3333")
