@@ -23,7 +23,7 @@ from backend.schema.vram import VramConfig
 from tests.families_exam_test import write_lora
 
 pytestmark = pytest.mark.torch
-REQUEST = GenerationRequest(prompt="a red apple", width=64, height=64, num_inference_steps=2)
+REQUEST = GenerationRequest(prompt="a red apple", width=64, height=64, num_inference_steps=1)
 FP8 = "float8_e4m3fn"
 
 
@@ -106,9 +106,9 @@ def test_without_a_compiler_it_is_said_before_anything_is_loaded(deep_qwen, monk
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     read = []
-    with pytest.raises(Trouble, match="C\\+\\+ compiler") as caught:
+    with pytest.raises(Trouble, match=r"C\+\+ compiler") as caught:
         load(deep_qwen, compile=True, on_bytes=lambda *_: read.append(1))
     assert caught.value.kind == "no_compiler" and not read
-    with pytest.raises(Trouble, match="C\\+\\+ compiler"):
+    with pytest.raises(Trouble, match=r"C\+\+ compiler"):
         load(deep_qwen).generate(replace(REQUEST, compile=True))
     assert "triton" in abilities.why_no_compiler(torch.device("cuda")) and abilities.why_no_compiler(torch.device("mps")) is None

@@ -140,7 +140,7 @@ def test_who_is_refused(deep_qwen, monkeypatch):
     assert "NVIDIA" in abilities.why_no_fp8_products(torch.device("mps"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GeForce RTX 3060")
-    with pytest.raises(Trouble, match="3060 has compute capability 8.6"):
+    with pytest.raises(Trouble, match=r"3060 has compute capability 8\.6"):
         native_fp8.check(torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     native_fp8.check(torch.device("cuda", 0))
