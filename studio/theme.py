@@ -68,23 +68,24 @@ HEAD = """
   })();
   // A studio that was stopped is told in a line; one that was started anew is loaded again.
   (() => {
-    let known = null;
     const line = document.createElement("div");
     line.id = "away";
     line.setAttribute("role", "status");
     line.textContent = "The studio does not answer. If it was stopped, start it again: this page comes back by itself.";
-    setInterval(async () => {
+    const look = async () => {
       if (!window.gradio_config) return;
       try {
         const answer = await fetch(window.gradio_config.root.replace(/\\/$/, "") + "/gradio_api/app_id", {cache: "no-store"});
         const id = (await answer.json()).app_id;
         line.remove();
-        if (known !== null && id !== known) location.reload();
-        known = id;
+        if (window.loftStudio && id !== window.loftStudio) location.reload();
+        window.loftStudio = id;
       } catch {
         document.body.append(line);
       }
-    }, 3000);
+    };
+    addEventListener("load", look);
+    setInterval(look, 3000);
   })();
   // The tab that is looked at; a reload comes back to it.
   window.loftTab = () => {

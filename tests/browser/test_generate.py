@@ -236,7 +236,7 @@ def test_a_studio_that_was_started_again_is_found_by_the_page(site, open_page):
     page = open_page(site)
     page.fill("#set-prompt textarea", "before the end")
     wait_until(lambda: kept(site).get("prompt") == "before the end")
-    page.wait_for_timeout(3500)  # the page has asked the studio who it is
+    page.wait_for_function("window.loftStudio")  # the page has asked the studio who it is
     page.evaluate("window.same = true")
     site.kill()
     page.wait_for_selector("#away")
