@@ -24,8 +24,20 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def loaded(tiny_qwen: Path) -> None:
+    """The libraries of a run are loaded and no longer looked through whenever a run collects what it has dropped."""
+    import gc
+    import importlib
+
+    for name in ("backend.training.setup", "backend.training.loop", "peft.tuners.lora", "diffusers.schedulers"):
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
-def run_training(data: Places, tiny_qwen: Path, pictures: Path) -> Callable[..., int]:
+def run_training(loaded: None, data: Places, tiny_qwen: Path, pictures: Path) -> Callable[..., int]:
     """`run_training(output, "--flag", value, …)`: a run of the tiny model in this process; its exit status. `.as_typed(argv)`: of a
     command line that says everything itself."""
     import signal
