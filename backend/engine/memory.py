@@ -29,6 +29,7 @@ _MESSAGES = (
     "cannot allocate memory",
     "not enough memory",
     "bad_alloc",
+    "could not create a primitive",  # oneDNN, whose convolutions found no room
 )
 
 
