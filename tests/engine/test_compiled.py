@@ -79,7 +79,7 @@ def test_a_hot_lora_is_compiled_once_and_its_strength_rank_and_absence_never(dee
     known = len(graphs)
     assert known <= 2
     pipeline.set_lora_strength(receipt, 0.3)
-    assert same(pipeline)
+    assert same(pipeline) and same(pipeline, step_cache=0.5, num_inference_steps=3)
     pipeline.add_lora("dit", write_lora(pipeline, tmp_path / "m.safetensors", size=0.1), hot=True)  # twice the rank
     assert same(pipeline)
     pipeline.remove_lora(receipt)
