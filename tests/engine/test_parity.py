@@ -10,6 +10,7 @@ from PIL import Image
 
 from backend import families
 from backend.catalog.identify import identify_model
+from backend.engine import step_cache
 from backend.engine.pipeline import Pipeline
 from backend.families import qwen_image
 from backend.schema.places import ASSETS
@@ -97,6 +98,21 @@ def test_latents_in_bfloat16_agree_within_its_rounding():
     ours = loft(STARTER, torch.bfloat16).generate(request, noise=noise)[0]
     difference = numpy.asarray(ours, dtype=float) - numpy.asarray(other, dtype=float)
     assert numpy.sqrt((difference**2).mean()) < 6  # of 255; another seed gives about 60
+
+
+def test_cached_steps_without_a_slope_are_those_of_diffusers_first_block_cache(monkeypatch):
+    from diffusers.hooks import FirstBlockCacheConfig, apply_first_block_cache
+
+    monkeypatch.setattr(step_cache, "SLOPE", 0.0)
+    request = GenerationRequest(prompt="a red apple", num_inference_steps=10, guidance=1.0, seed=2, step_cache=0.25)
+    pipe = theirs(QwenImagePipeline, STARTER)
+    apply_first_block_cache(pipe.transformer, FirstBlockCacheConfig(threshold=0.25))
+    other = pipe(
+        "a red apple", width=128, height=128, num_inference_steps=10, generator=torch.Generator().manual_seed(2)
+    ).images[0]
+    ours = loft(STARTER)
+    assert apart(ours.generate(request)[0], other) <= 1
+    assert "reused" in ours.notes[0]
 
 
 def test_padded_prompts_and_both_halves_in_one_pass_change_nothing(tiny_qwen):
