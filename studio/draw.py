@@ -63,7 +63,7 @@ def curve(points: Sequence[tuple[float, float]], *, x_name: str, y_name: str, x_
     mean = smooth(points, span=max(len(points) // 12, 5))
     ordered = sorted(y for _, y in points)
     low = ordered[0]
-    high = max(ordered[min(int(len(ordered) * 0.98), len(ordered) - 1)], low + 1e-9)
+    high = max(ordered[min(int(len(ordered) * 0.98), len(ordered) - 1)], max(y for _, y in mean), low + 1e-9)
     low, high = max(low - (high - low) * 0.08, min(low, 0.0)), high + (high - low) * 0.08
     end = max(x_end, points[-1][0], 1)
     left, right, top, bottom = 52, CURVE_WIDTH - 10, 10, CURVE_HEIGHT - 24

@@ -36,8 +36,8 @@ def main() -> None:
         site.stop()
 
 
-def opened(browser, site: Site, *, width: int = 1360, height: int = 940, dark: bool = False):
-    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light")
+def opened(browser, site: Site, *, width: int = 1360, height: int = 940):
+    context = browser.new_context(viewport={"width": width, "height": height})
     context.set_default_timeout(SECONDS * 1000)
     page = context.new_page()
     page.goto(site.address)
@@ -68,14 +68,6 @@ def take(browser, site: Site, out: Path) -> None:
     tab(page, "Preferences")
     page.wait_for_timeout(1500)
     page.screenshot(path=out / "preferences.png")
-    dark = opened(browser, site, dark=True)
-    dark.wait_for_selector("#stage img")
-    dark.wait_for_timeout(1500)
-    dark.screenshot(path=out / "generate-dark.png")
-    narrow = opened(browser, site, width=390, height=844)
-    narrow.wait_for_selector("#stage img")
-    narrow.wait_for_timeout(1500)
-    narrow.screenshot(path=out / "generate-narrow.png", full_page=True)
 
 
 if __name__ == "__main__":
