@@ -151,9 +151,7 @@ def adapter_state(adapter: Adapter, weights: dict[str, torch.Tensor], *, dtype: 
     for name, weight in weights.items():
         state[_key(adapter, name)] = weight.detach().to(device="cpu", dtype=dtype).contiguous()
     for module in adapter.modules:
-        alpha, rank = adapter.alphas[module], adapter.ranks[module]
-        if adapter.algorithm == "rslora":
-            alpha *= math.sqrt(rank)
+        alpha, rank = _alpha(adapter, module), adapter.ranks[module]
         if adapter.algorithm in ("loha", "lokr") or (alpha != rank and adapter.algorithm != "oft"):
             state[f"{module}.alpha"] = torch.tensor(alpha, dtype=torch.float32)
     return state
@@ -181,9 +179,28 @@ def load_adapter(adapter: Adapter, weights: dict[str, torch.nn.Parameter], store
         with torch.no_grad():
             weight.copy_(found)
         filled.add(key.rpartition(".lora_")[0])
+    for module in adapter.modules if filled else ():
+        _check_strength(adapter, module, stored)
     if not filled:
         raise Trouble("bad_value", "The LoRA to begin from (--lora_checkpoint) has no module that this run trains.")
     return len(filled)
+
+
+def _check_strength(adapter: Adapter, module: str, stored: dict[str, torch.Tensor]) -> None:
+    """Raises Trouble where the file's alpha is not this run's: the same factors would then act at another strength."""
+    found = _stored(f"{module}.alpha", stored)
+    alpha, ours = float(found) if found is not None else float(adapter.ranks[module]), _alpha(adapter, module)
+    if adapter.algorithm != "oft" and abs(alpha - ours) > 1e-3 * max(abs(alpha), abs(ours)):
+        raise Trouble(
+            "bad_value", f"The LoRA to begin from has alpha {alpha:g} for {module}, this run {ours:g}.",
+            hint=f"Set --lora_alpha {alpha / math.sqrt(adapter.ranks[module]) if adapter.algorithm == 'rslora' else alpha:g}.",
+        )  # fmt: skip
+
+
+def _alpha(adapter: Adapter, module: str) -> float:
+    """As files have it, so that alpha / rank is the factor: rsLoRA's is times the root of the rank."""
+    root = math.sqrt(adapter.ranks[module]) if adapter.algorithm == "rslora" else 1.0
+    return adapter.alphas[module] * root
 
 
 def _stored(key: str, stored: dict[str, torch.Tensor]) -> torch.Tensor | None:
