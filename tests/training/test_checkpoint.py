@@ -71,6 +71,7 @@ def test_a_damaged_state_is_said(tmp_path: Path):
     assert caught.value.kind == "damaged" and "step-000001" in caught.value.message
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_runs_killed_thirty_times_lose_little_and_end_as_the_uninterrupted(tmp_path: Path):
     """Nothing under a final name is ever torn, whatever the run was at; kills did come while files were being written."""
