@@ -38,6 +38,7 @@ def draw_samples(run: Run, step: int) -> None:
 
 def _draw_all(run: Run, step: int, prompts: list[str]) -> None:
     strengths = strengths_of(run.config.samples)
+    _check_strengths(run, strengths)
     for strength in strengths:
         with at_strength(run.learner, strength):
             for number, prompt in enumerate(prompts):
@@ -59,19 +60,20 @@ def strengths_of(section) -> list[float]:
     return found
 
 
+def _check_strengths(run: Run, strengths: list[float]) -> None:
+    """Raises Trouble for strengths that what trains cannot be drawn at: only what is added to the weights can be added in part."""
+    kind = run.adapter.algorithm if run.adapter else "weights"
+    if kind in ("weights", "dora", "oft") and any(strength != 1.0 for strength in strengths):
+        raise Trouble(
+            "bad_value", f"Samples at other strengths than 1 (--sample_strengths) need a LoRA; what trains here is {kind}.",
+            hint="Leave --sample_strengths at 1.",
+        )  # fmt: skip
+
+
 @contextlib.contextmanager
 def at_strength(module: torch.nn.Module, strength: float) -> Iterator[None]:
-    """The adapter in `module` counting `strength` times as much. Raises Trouble where there is none that can."""
-    if strength == 1.0:
-        yield
-        return
+    """The adapter in `module`, if there is one, counting `strength` times as much."""
     found = [inner.scaling for inner in module.modules() if ADAPTER in getattr(inner, "scaling", ())]
-    if not found:
-        raise Trouble(
-            "bad_value",
-            f"Samples at strength {strength:g} (--sample_strengths) need a LoRA, and none trains.",
-            hint="Use 1.",
-        )
     before = [scaling[ADAPTER] for scaling in found]
     for scaling in found:
         scaling[ADAPTER] *= strength
