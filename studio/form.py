@@ -145,13 +145,14 @@ def _is_wide(item: Knob) -> bool:
 
 
 def read(form: Form, values: Sequence, *, base=None):
-    """The config that the controls' `values` (in the order of `form.components`) mean. Raises Trouble as the schema does."""
+    """The config that the controls' `values` (in the order of `form.components`) mean. Raises Trouble with all that cannot be."""
     known = {item.name: item for item in knobs_of(form.cls)}
-    return from_values(
-        form.cls,
-        {name: given(known[name], value) for name, value in zip(form.controls, values, strict=True)},
-        base=base,
-    )
+    meant = {name: given(known[name], value) for name, value in zip(form.controls, values, strict=True)}
+    try:
+        return from_values(form.cls, meant, base=base)
+    except Trouble as trouble:
+        wrong = faults(form, values)
+        raise (Trouble(trouble.kind, " ".join(wrong.values())) if wrong else trouble) from None
 
 
 def fill(form: Form, config) -> list:
@@ -170,15 +171,15 @@ def read_or_none(form: Form, values: Sequence, *, base=None):
 
 
 def faults(form: Form, values: Sequence) -> dict[str, str]:
-    """A sentence for each control whose value cannot be, by knob name."""
+    """A sentence for each control whose value cannot be, by knob name; the control is called as it is on the page."""
+    known = {item.name: item for item in knobs_of(form.cls)}
     found = {}
-    for item in knobs_of(form.cls):
-        if item.name in form.controls:
-            value = given(item, values[list(form.controls).index(item.name)])
-            try:
-                from_values(form.cls, {item.name: value})
-            except Trouble as trouble:
-                found[item.name] = str(trouble).replace(f" (--{item.name})", "")
+    for name, value in zip(form.controls, values, strict=True):
+        try:
+            from_values(form.cls, {name: given(known[name], value)})
+        except Trouble as trouble:
+            shown_label = form.controls[name].label or known[name].label
+            found[name] = str(trouble).replace(f"{known[name].label} (--{name})", shown_label)
     return found
 
 

@@ -105,6 +105,7 @@ def knobs_of(cls: type, *, _path: tuple[str, ...] = (), _title: str = "") -> Ite
 
 
 _SPELT = {
+    "cpu": "CPU",
     "csv": "CSV",
     "fp8": "FP8",
     "id": "ID",

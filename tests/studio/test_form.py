@@ -90,7 +90,9 @@ def test_what_cannot_be_is_told_for_each_field():
     values = dict(zip(made.controls, form.fill(made, GenerationRequest()), strict=True)) | {"width": 3, "count": None, "seed": 1.5}
     found = form.faults(made, list(values.values()))
     assert set(found) == {"width", "count", "seed"}
-    assert found["width"] == "Width is 3; the least is 16." and "needs a value" in found["count"]
+    assert found["width"] == "Width (px) is 3; the least is 16." and "needs a value" in found["count"]
+    with pytest.raises(Trouble, match=r"^Width \(px\) is 3; the least is 16\. .*Count needs a value\.$"):
+        form.read(made, list(values.values()))
 
 
 def test_only_what_differs_or_is_wanted_is_changed():
