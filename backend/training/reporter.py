@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import io
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -23,12 +24,14 @@ class Reporter:
         self.folder, self.silent, self.table = folder, silent, table
         self.boards: list = []
         self._spoke, self._began = 0.0, time.time()
+        self._lock = threading.Lock()
 
     def event(self, event: str, /, **values) -> None:
         if self.silent:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        _append(self.folder / "events.jsonl", to_line(event, **values))
+        with self._lock:  # what saves beside the steps speaks too
+            _append(self.folder / "events.jsonl", to_line(event, **values))
 
     def say(self, sentence: str) -> None:
         """A line for the log."""
