@@ -219,7 +219,7 @@ def view(
     out = [gr.skip()] * len(tab.live_outputs)
     if "progress" in fresh:
         predicted = predicted_bytes(studio, snapshot.job.request) if snapshot.job else 0
-        out[0] = progress_panel(snapshot) + graph(seen.get("use", ()), use, predicted=predicted)
+        out[0] = progress_panel(snapshot) + graph(seen.get("use", ()), use, predicted=predicted, told=snapshot.memory)
     if "stage" in fresh:
         out[1] = (
             gallery.preview_stage(studio, Path(preview) if preview else None)

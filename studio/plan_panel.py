@@ -22,11 +22,16 @@ COLOURS = {
     "staging": "--staging",
     "working memory": "--work",
     "LoRA and optimizer": "--adapter",
-    "libraries and fragments": "--others",
+    "libraries and fragments": "--libraries",
     "used by others": "--others",
     "reserve": "--reserve",
 }
-PARTS = {"dit": "--part-1", "text_encoder": "--part-2", "vae": "--part-3"}
+PARTS = {"dit": "--part-1", "text_encoder": "--part-2", "vae": "--part-3", "dit2": "--part-4", "text_encoder_2": "--part-4"}
+# mixed from the theme's own colours, so that they follow it
+MIXED = {
+    "--libraries": "color-mix(in srgb, var(--others) 55%, var(--reserve))",
+    "--part-4": "color-mix(in srgb, var(--part-2) 45%, var(--part-3))",
+}
 PHASE_WORDS = {
     "text": "Read the prompt",
     "encode": "Encode the picture",
@@ -130,7 +135,7 @@ def _outside(bar: Bar) -> int:
 def _bar(bar: Bar, scale: int, total: int) -> str:
     """One phase: segments from the left, the card's end as a line, the peak's band as a bracket."""
     pieces = "".join(
-        f'<i style="width:{nbytes / scale * 100:.2f}%;background:var({_colour(name)})" '
+        f'<i style="width:{nbytes / scale * 100:.2f}%;background:{_colour(name)}" '
         f'title="{safe(_name_words(name))}: {size_words(nbytes)}"></i>'
         for name, nbytes in bar.segments
     )
@@ -144,17 +149,20 @@ def _bar(bar: Bar, scale: int, total: int) -> str:
 
 
 def _colour(name: str) -> str:
-    return COLOURS.get(name) or PARTS.get(name, "--part-2")
+    """A CSS colour."""
+    found = COLOURS.get(name) or PARTS.get(name, "--part-2")
+    return MIXED.get(found, f"var({found})")
 
 
 def _name_words(name: str) -> str:
-    return {"dit": "image network", "text_encoder": "text encoder", "vae": "picture decoder"}.get(name, name)
+    named = {"dit": "image network", "dit2": "second image network", "text_encoder": "text encoder", "vae": "picture decoder"}
+    return named.get(name, name.replace("text_encoder_2", "second text encoder").replace("_", " "))
 
 
 def _legend(found: PageEstimate) -> str:
     names = dict.fromkeys(name for bar in found.bars for name, _ in bar.segments)
     items = "".join(
-        f'<span><i style="background:var({_colour(name)})"></i>{safe(_name_words(name))}</span>' for name in names
+        f'<span><i style="background:{_colour(name)}"></i>{safe(_name_words(name))}</span>' for name in names
     )
     return f'<div class="plan-legend">{items}</div>'
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import psutil
 
@@ -56,11 +57,13 @@ def grown(points: Sequence[tuple[float, float]], when: float, value: float) -> l
     return [*kept, (when, value)][-MOST_POINTS:]
 
 
-def graph(points: Sequence[tuple[float, float]], use: Use | None, *, predicted: float) -> str:
-    """Bytes in use over seconds. Empty for fewer than two points."""
+def graph(points: Sequence[tuple[float, float]], use: Use | None, *, predicted: float, told: Mapping = MappingProxyType({})) -> str:
+    """Bytes in use over seconds. Empty for fewer than two points. `told`: what the worker last said of its own memory; on a CPU its
+    libraries take a share that is no tensor's, and the prediction's line lies that much higher."""
     if use is None or len(points) < 2 or max(value for _, value in points) <= 0:
         return ""
-    predicted = 0 if use.with_libraries else predicted
+    libraries = told.get("libraries_bytes", 0) if use.with_libraries else 0
+    predicted = 0 if use.with_libraries and not libraries else predicted + libraries
     most = max(max(value for _, value in points), predicted, 1.0) * 1.1
     first, last = points[0][0], points[-1][0]
 
@@ -78,7 +81,9 @@ def graph(points: Sequence[tuple[float, float]], use: Use | None, *, predicted: 
         else ""
     )
     words = [f"{size_words(points[-1][1])} in use" + (", libraries and all" if use.with_libraries else "")]
-    words += [f"predicted peak {size_words(predicted)}"] if predicted else []
+    words += [f"predicted peak {size_words(predicted)}" + (", libraries and all" if libraries else "")] if predicted else []
+    if told.get("allocated_bytes"):
+        words.append(f"allocated {size_words(told['allocated_bytes'])}, reserved {size_words(told.get('used_bytes', 0))}")
     words += [f"others {size_words(use.others_bytes)}"] if use.others_bytes else []
     words += [f"{size_words(use.ram_free_bytes)} of RAM free"]
     said = ", ".join(words)

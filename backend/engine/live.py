@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from backend.engine import placement, stages
+from backend.engine import memory, placement, stages
 from backend.engine.lora_hot import STATE
 
 STEPS_SEEN = 2  # of the steps of a picture; the first may fill tables that the others find
@@ -47,6 +47,22 @@ def adapter_bytes(modules: Mapping[str, object]) -> int:
         for layer in module.modules() if STATE in layer.__dict__
     ]  # fmt: skip
     return sum(one.nbytes for each in branches for one in (each.down, each.up, *each.added.values()) if one is not None)
+
+
+def in_use(device: torch.device) -> dict:
+    """What there is of `device` and RAM now: bytes in all, free, held by this process (`used`), of its live tensors (`allocated`; on a CPU
+    nobody counts those), and used by others."""
+    card = memory.probe(device)
+    return {
+        "device": card.device,
+        "total_bytes": card.total_bytes,
+        "free_bytes": card.free_bytes,
+        "used_bytes": memory.reserved(device),
+        "allocated_bytes": memory.allocated(device) if device.type != "cpu" else 0,
+        "used_by_others_bytes": card.used_by_others_bytes,
+        "ram_total_bytes": card.ram_total_bytes,
+        "ram_free_bytes": card.ram_free_bytes,
+    }
 
 
 @contextlib.contextmanager

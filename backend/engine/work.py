@@ -47,6 +47,7 @@ class Work:
         self._loaded_from: tuple = ()
         self._placing = planning.Placing()
         self._told_memory = 0.0
+        self._libraries_bytes = 0  # on a CPU, of the process before a model came
         self._peaks: dict[tuple, int] = {}  # what was measured of jobs of a kind since the model was loaded
 
     def about(self) -> dict:
@@ -236,6 +237,7 @@ class Work:
     def _load(self, id: str, spec: ModelSpec, fp8_products: bool) -> Pipeline:
         import_networks(spec.family)
         limits.cap(self.device)
+        self._libraries_bytes = memory.allocated(self.device) if self.device.type == "cpu" else 0
         told = 0.0
 
         def on_bytes(part: str, done: int, total: int) -> None:
@@ -268,17 +270,7 @@ class Work:
 
     def _say_memory(self) -> None:
         self._told_memory = time.monotonic()
-        card = memory.probe(self.device)
-        self.wire.say(
-            "memory",
-            device=card.device,
-            total_bytes=card.total_bytes,
-            free_bytes=card.free_bytes,
-            used_bytes=memory.reserved(self.device),
-            used_by_others_bytes=card.used_by_others_bytes,
-            ram_total_bytes=card.ram_total_bytes,
-            ram_free_bytes=card.ram_free_bytes,
-        )
+        self.wire.say("memory", **live.in_use(self.device), libraries_bytes=self._libraries_bytes)
 
 
 def import_networks(family: str) -> None:

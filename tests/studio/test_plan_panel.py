@@ -84,3 +84,11 @@ def test_the_use_graph_says_what_it_shows():
 def test_a_whole_process_is_not_held_against_a_prediction_of_weights():
     html = graph([(0.0, 1e9), (1.0, 2e9)], Use(1.0, int(2e9), 0, 2**30, with_libraries=True), predicted=3e9)
     assert "predicted" not in html and "1.9 GB in use, libraries and all" in html
+    html = graph([(0.0, 1e9), (1.0, 2e9)], Use(1.0, int(2e9), 0, 2**30, with_libraries=True), predicted=3e9, told={"libraries_bytes": 2**30})
+    assert "predicted peak 3.8 GB, libraries and all" in html and 'class="predicted"' in html
+
+
+def test_what_the_worker_holds_and_what_it_uses_of_it_are_told_apart():
+    told = {"allocated_bytes": 3 * 2**30, "used_bytes": 4 * 2**30}
+    html = graph([(0.0, 1e9), (1.0, 5e9)], Use(1.0, int(5e9), 2**30, 2**30), predicted=6e9, told=told)
+    assert "allocated 3.0 GB, reserved 4.0 GB" in html and "others 1.0 GB" in html and "predicted peak 5.6 GB" in html
