@@ -113,7 +113,7 @@ def _ai_toolkit(metadata: Mapping[str, str]) -> dict[str, object]:
     train, network = _inner(job, "train"), _inner(job, "network")
     return {
         "max_steps": _whole(number(train.get("steps"))) or _whole(number(done.get("step"))),
-        "num_epochs": max(_whole(number(done.get("epoch"))) or 1, 1),
+        "num_epochs": _whole(number(done.get("epoch"))),
         "learning_rate": number(train.get("lr")),
         "batch_size": _whole(number(train.get("batch_size"))),
         "gradient_accumulation_steps": _whole(number(train.get("gradient_accumulation_steps"))),
