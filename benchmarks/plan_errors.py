@@ -1,0 +1,116 @@
+"""Predicted against measured peaks of live tensor bytes on a CPU: `python benchmarks/plan_errors.py [--tiny]` (some minutes).
+
+Networks of 100 to 300 million parameters with random weights in float32 (with `--tiny`: the small ones of the tests), weights not counted: the
+tape of a run on fake tensors beside that of a real run. Prints a table; ends with 1 where an error is above 2 %.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from backend.catalog.sizes import published
+from backend.engine import stages, tape
+
+LIMIT = 0.02
+POINT = {"h": 32, "w": 48, "n": 384, "t": 96, "b": 1, "f": 3}
+DENOISERS = {
+    "QwenImageTransformer2DModel": {
+        "num_layers": 4, "num_attention_heads": 10, "attention_head_dim": 96, "joint_attention_dim": 768, "axes_dims_rope": [16, 40, 40],
+    },
+    "FluxTransformer2DModel": {
+        "num_layers": 2, "num_single_layers": 6, "num_attention_heads": 8, "attention_head_dim": 112, "joint_attention_dim": 768,
+        "pooled_projection_dim": 256, "axes_dims_rope": [16, 48, 48], "guidance_embeds": True,
+    },
+    "ZImageTransformer2DModel": {
+        "n_layers": 8, "n_refiner_layers": 1, "dim": 1024, "n_heads": 8, "n_kv_heads": 8, "cap_feat_dim": 768, "axes_dims": [32, 48, 48],
+    },
+    "WanTransformer3DModel": {
+        "num_layers": 8, "num_attention_heads": 8, "attention_head_dim": 128, "text_dim": 768, "ffn_dim": 4096, "freq_dim": 128,
+    },
+}  # fmt: skip
+ENCODERS = {
+    "Qwen2_5_VLTextModel": {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "vocab_size": 8192, "rope_parameters": {"mrope_section": [16, 24, 24], "rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "Qwen3Model": {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "head_dim": 128, "vocab_size": 8192,
+    },
+    "T5EncoderModel": {"d_model": 1024, "d_kv": 64, "d_ff": 2816, "num_layers": 8, "num_heads": 16, "vocab_size": 8192, "feed_forward_proj": "gated-gelu"},
+    "UMT5EncoderModel": {"d_model": 1024, "d_kv": 64, "d_ff": 2816, "num_layers": 8, "num_heads": 16, "vocab_size": 8192, "feed_forward_proj": "gated-gelu"},
+    "CLIPTextModel": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 49408},
+}  # fmt: skip
+DECODERS = {"AutoencoderKLQwenImage": {}, "AutoencoderKLWan": {}, "AutoencoderKL": "flux"}
+
+
+def cases(tiny: bool):
+    """(kind, package, config, phase) of every row."""
+    if tiny:
+        from tests.engine import test_trace as small
+
+        denoisers, encoders, decoders = small.DENOISERS, small.ENCODERS, small.DECODERS
+    else:
+        flux = published()["families"]["flux"]["variants"]["flux.1-dev"]["parts"]["vae"]["config"]
+        denoisers, encoders = DENOISERS, ENCODERS
+        decoders = {kind: flux if config == "flux" else config for kind, config in DECODERS.items()}
+    for kind, config in denoisers.items():
+        for phase in ("denoise", "step, checkpointed", "step, kept"):
+            yield kind, "diffusers", config, phase
+    for kind, config in encoders.items():
+        yield kind, "transformers", config, "text"
+    for kind, config in decoders.items():
+        for phase in ("decode", "encode"):
+            yield kind, "diffusers", config, phase
+
+
+def made(kind: str, package: str, config: dict, phase: str):
+    """(module, work, whether it trains)"""
+    module = stages.build(f"{package}:{kind}", config, torch.float32)
+    if phase.startswith("step"):
+        stages.add_lora(module, published()["networks"][kind]["lora"]["all"], 16, torch.float32)
+        module.train()
+        if phase.endswith("checkpointed"):
+            module.enable_gradient_checkpointing()
+        return module, stages.train_step(module, POINT, torch.float32), True
+    call = {"denoise": stages.velocity, "text": stages.encode_text, "decode": stages.decode, "encode": stages.encode_image}[phase]
+    point = {"t": 224, "b": 2} if phase == "text" else POINT
+    return module, lambda _: call(module, point, torch.float32), False
+
+
+def peaks(kind: str, package: str, config: dict, phase: str) -> tuple[int, int, int]:
+    """(parameters, predicted, measured) bytes beside the weights."""
+    with tape.fakes():
+        module, work, trains = made(kind, package, config, phase)
+        count = sum(weight.numel() for weight in module.parameters())
+        predicted = tape.peak(stages.trace(module, work, grad=trains))
+    module, work, trains = made(kind, package, config, phase)
+    with torch.set_grad_enabled(trains):
+        for _ in range(2):  # the first fills tables that modules keep
+            measured = tape.record(work, weights=stages.resident(module), fake=False)
+    del module, work
+    gc.collect()
+    return count, predicted, tape.peak(measured)
+
+
+def main() -> int:
+    worst = 0.0
+    print("| network | parameters | phase | predicted MiB | measured MiB | error |\n|---|---|---|---|---|---|")
+    for case in cases("--tiny" in sys.argv):
+        count, predicted, measured = peaks(*case)
+        error = predicted / measured - 1
+        worst = max(worst, abs(error))
+        size = f"{count / 1e6:.0f} M" if count >= 1e6 else f"{count / 1e3:.0f} k"
+        print(f"| {case[0]} | {size} | {case[3]} | {predicted / 2**20:.2f} | {measured / 2**20:.2f} | {error:+.2%} |", flush=True)
+    print(f"worst: {worst:.2%}")
+    return int(worst > LIMIT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
