@@ -47,7 +47,7 @@ class Work:
         self._loaded_from: tuple = ()
         self._placing = planning.Placing()
         self._told_memory = 0.0
-        self._libraries_bytes = 0  # on a CPU, of the process before a model came
+        self._libraries_bytes = 0  # on a CPU, of the process beside the weights once everything has been used
         self._peaks: dict[tuple, int] = {}  # what was measured of jobs of a kind since the model was loaded
 
     def about(self) -> dict:
@@ -110,6 +110,8 @@ class Work:
                     self.wire.say("preview", id=id, path=str(paths[-1]), picture=number)
                 last = now
             seconds, highest = time.monotonic() - began, peak.highest_bytes
+            if self.device.type == "cpu":
+                self._libraries_bytes = max(0, memory.allocated(self.device) - live.weight_bytes(pipeline.parts, self.device))
             if peak.highest_phase == "decode":  # the same for every prompt
                 self._peaks[kind] = highest
         planning.learn(
@@ -237,7 +239,6 @@ class Work:
     def _load(self, id: str, spec: ModelSpec, fp8_products: bool) -> Pipeline:
         import_networks(spec.family)
         limits.cap(self.device)
-        self._libraries_bytes = memory.allocated(self.device) if self.device.type == "cpu" else 0
         told = 0.0
 
         def on_bytes(part: str, done: int, total: int) -> None:
