@@ -94,6 +94,7 @@ def build(studio: Studio) -> Generate:
                 cancel = gr.Button("Cancel", variant="stop", scale=1, min_width=90, elem_id="cancel", interactive=False)
             said = gr.HTML("", elem_id="said")
             faults = gr.HTML("", elem_id="faults", elem_classes="faults")
+            plan = live(name="plan")
             with gr.Row(equal_height=True, elem_classes="fields"):
                 made["width"] = control("width", info=None, label="Width", min_width=90)
                 made["height"] = control("height", info=None, label="Height", min_width=90)
@@ -116,7 +117,6 @@ def build(studio: Studio) -> Generate:
             with gr.Column(elem_classes="plain-group"):
                 gr.HTML('<h3 class="section">LoRAs</h3>')
                 rows = lora_rows.build([], loras)
-            plan = live(name="plan")
             with gr.Accordion("Start from a picture", open=request.input_image is not None, elem_id="start-from") as start_fold:
                 start_picture = gr.Image(
                     value=request.input_image,
