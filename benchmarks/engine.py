@@ -22,10 +22,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from medium import files_of, load_average, make_model
+from medium import files_of, load_average, make_model, settle
 from rows import ENGINES, GROUPS
 
 PROJECT = Path(__file__).resolve().parents[1]
+READING = ("loading", "steps", "overlap")  # groups that read the model while they measure
 
 
 def main() -> None:
@@ -62,6 +63,8 @@ def run_group(group: str, folder: Path, given: argparse.Namespace, rows: list[di
     """Adds the rows of a group; what an engine cannot do becomes a note."""
     began, before = time.monotonic(), load_average()
     for who in GROUPS[group][1]:
+        if group in READING:
+            settle(folder)
         paths = [str(PROJECT), str(PROJECT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
         paths += [str(given.peers)] if who == "diffsynth" and given.peers else []
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}

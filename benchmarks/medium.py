@@ -45,19 +45,18 @@ def make_model(folder: Path, quick: bool, layers: int = 3) -> None:
     (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
     config = {"_class_name": "QwenImageTransformer2DModel", **config_of(quick, layers)}
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def settle(folder: Path) -> None:
+    """The files in the system's cache as reading brings them there. Linux keeps what was just written, or came in page by page through a mapping, in small
+    pages, and to map those takes four to ten times as long as the large ones that reading makes."""
     for path in files_of(folder):
-        _settle(path)
-
-
-def _settle(path: Path) -> None:
-    """The file in the system's cache as reading brings it there, not as writing left it. Linux keeps what was written in small pages, and to map those
-    takes four to ten times as long; a model that was not made a minute ago has been read."""
-    with path.open("r+b") as file:
-        os.fsync(file.fileno())
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while file.read(16 * MIB):
-            pass
+        with path.open("r+b") as file:
+            os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while file.read(16 * MIB):
+                pass
 
 
 def _random(key: str, shape, generator):
