@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from backend.catalog import remote
@@ -115,11 +116,22 @@ def _seconds_words(seconds: tuple[float, float]) -> str:
         return ""
     if time_words(low) == time_words(high):
         return f", about {time_words(high)}" if high >= 1 else ", under a second"
+    if low < 0.5:
+        return f", up to {time_words(high)}"
     return f", {time_words(low)} to {time_words(high)}"
 
 
 def _card_words(found: Card) -> str:
-    return "this machine" if found.measured and found.device == "cpu" else found.name
+    """A card that is not here goes by its size, in the page's own unit."""
+    if found.measured:
+        return "this machine" if found.device == "cpu" else found.name
+    name = _page_units(found.name)
+    return f"{'an' if name.startswith('8') else 'a'} {name}" if name[:1].isdigit() else name
+
+
+def _page_units(text: str) -> str:
+    """The plan's sentences say GiB; the page says GB for the same (`size_words`)."""
+    return re.sub(r"\b([KMGT])iB\b", r"\1B", text)
 
 
 def _fit_button(found: PageEstimate, fit: bool) -> str:
@@ -160,7 +172,9 @@ def _name_words(name: str) -> str:
 
 
 def _legend(found: PageEstimate) -> str:
-    names = dict.fromkeys(name for bar in found.bars for name, _ in bar.segments)
+    """Parts of the model first, then the rest as in `COLOURS`, whichever phase they first appear in."""
+    seen = dict.fromkeys(name for bar in found.bars for name, _ in bar.segments)
+    names = [*(name for name in seen if name not in COLOURS), *(name for name in COLOURS if name in seen)]
     items = "".join(
         f'<span><i style="background:{_colour(name)}"></i>{safe(_name_words(name))}</span>' for name in names
     )
@@ -176,9 +190,9 @@ def _more(found: PageEstimate) -> str:
         lines.append("Estimating: what this model needs is being found out; the figure will get sharper.")
     elif found.guessed:
         lines.append("The working memory of this model could not be traced; that share of the figure is a rough guess.")
-    items = "".join(f"<li>{safe(line)}</li>" for line in lines)
-    advice = f'<p class="caption">{safe(found.plan.advice)}</p>' if found.plan.advice else ""
-    last = f'<p class="caption">{safe(found.last_time)}</p>' if found.last_time else ""
+    items = "".join(f"<li>{safe(_page_units(line))}</li>" for line in lines)
+    advice = f'<p class="caption">{safe(_page_units(found.plan.advice))}</p>' if found.plan.advice else ""
+    last = f'<p class="caption">{safe(_page_units(found.last_time))}</p>' if found.last_time else ""
     return f'{advice}{last}<details class="plan-more"><summary>How it is done</summary><ul>{items}</ul></details>'
 
 

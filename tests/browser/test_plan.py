@@ -38,7 +38,7 @@ def test_another_card_changes_the_verdict_s_card_and_is_marked(painted, open_pag
     page = open_page(painted)
     page.wait_for_selector("#plan .plan-cards")
     page.click('#plan [data-what="8GiB"]')
-    page.wait_for_function("document.querySelector('#plan .plan-head').textContent.includes('8 GiB card')")
+    page.wait_for_function("document.querySelector('#plan .plan-head').textContent.includes('an 8 GB card')")
     assert page.get_attribute('#plan [data-what="8GiB"]', "aria-pressed") == "true"
     page.click('#plan [data-what=""]')
     page.wait_for_function("document.querySelector('#plan .plan-head').textContent.includes('this machine')")

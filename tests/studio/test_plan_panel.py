@@ -39,7 +39,7 @@ def test_every_phase_of_a_picture_has_a_bar_within_the_card(studio):
 def test_a_what_if_card_is_planned_for_and_marked(studio):
     html = generate.plan_of(studio, GenerationRequest(), "12GiB")
     assert re.search(r'class="chip on" data-do="card" data-what="12GiB"', html)
-    assert "12.0 GB" in html
+    assert "of 12.0 GB on a 12 GB card" in html and "iB" not in re.sub(r'data-what="\w+"', "", html)
 
 
 def test_what_does_not_fit_is_offered_to_be_made_smaller_and_then_fits(studio):
