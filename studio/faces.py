@@ -65,10 +65,12 @@ def _embedded(spec: LoraSpec, cache: Path) -> Path | None:
 
 
 def _samples(spec: LoraSpec, studio: Studio) -> list[Path]:
-    """Sample pictures of the run that wrote the file: those of its very step first."""
+    """Sample pictures of the run that wrote the file: the newest that the file's own step can have drawn, then any."""
     if not is_inside(spec.path, (studio.places.runs,)):
         return []
-    folder = spec.path.parent / "samples"
     step = spec.metadata.get("steps", "")
-    own = [folder / f"step-{int(step):06d}" / "0.png"] if step.isdigit() else []
-    return [*own, *sorted(folder.glob("step-*/0.png"), reverse=True)]
+    newest = sorted((spec.path.parent / "samples").glob("step-*/0.png"), reverse=True)
+    if not step.isdigit():
+        return newest
+    name = f"step-{int(step):06d}"
+    return sorted(newest, key=lambda path: path.parent.name > name)  # stable: what is not later comes first

@@ -16,7 +16,7 @@ from backend.families import FAMILIES
 from backend.host.engine import Engine
 from backend.schema.knobs import to_values
 from backend.schema.training import TrainingConfig
-from studio import again, cards, generate_events, lora_rows, shelf
+from studio import again, cards, faces, generate_events, lora_rows, shelf
 from studio.strength import block_of, block_strengths
 from studio.studio import Studio
 
@@ -216,13 +216,13 @@ def test_pictures_inside_files_are_shown_small_and_strange_ones_are_not(studio):
 
     buffer = io.BytesIO()
     Image.new("RGB", (900, 600), "teal").save(buffer, "PNG")
-    faces = {
+    inside = {
         "good": {"modelspec.thumbnail": url("png", buffer.getvalue())},
         "broken": {"thumbnail": url("jpeg", b"no picture")},
         "script": {"thumbnail": "data:image/svg+xml;base64,PHN2Zz4="},
         "none": {},
     }
-    for name, metadata in faces.items():
+    for name, metadata in inside.items():
         write_safetensors(studio.places.loras / f"{name}.safetensors", lora_tensors(), MADE_HERE | metadata)
     found = {spec.path.stem: spec for spec in shelf.loras(studio)}
     assert all(len(value) < 40 for value in found["good"].metadata.values())  # a listing holds no pictures
@@ -232,6 +232,18 @@ def test_pictures_inside_files_are_shown_small_and_strange_ones_are_not(studio):
     assert len(kept) == 1 and Image.open(kept[0]).size == (256, 171)
     details = cards.lora_details(found["good"], model_family="", strengths="", studio=studio)
     assert "detail-face" in details and kept[0].name in details
+
+
+def test_a_file_of_a_run_shows_no_sample_that_is_younger_than_itself(studio):
+    run = studio.places.runs / "one"
+    for step, colour in ((0, "gray"), (100, "teal")):
+        picture = run / "samples" / f"step-{step:06d}" / "0.png"
+        picture.parent.mkdir(parents=True)
+        Image.new("RGB", (8, 8), colour).save(picture)
+    for step in (1, 100, 120):
+        write_safetensors(run / f"step-{step}.safetensors", lora_tensors(), MADE_HERE | {"steps": str(step)})
+    face = {spec.path.stem: faces.picture_of(spec, studio) for spec in shelf.loras(studio)}
+    assert face["step-100"] == face["step-120"] != face["step-1"] != ""
 
 
 def test_details_tell_how_it_was_trained(studio):
