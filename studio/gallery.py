@@ -11,6 +11,7 @@ from studio.studio import Studio
 from studio.words import count_words, notice, safe, size_words, time_words
 
 PAGE_PICTURES = 48
+MODES = {"cold": "added into the weights", "hot": "beside the weights"}  # of a LoRA, as docs/lora.md tells them apart
 
 
 def chosen_picture(studio: Studio, wish: str) -> Path | None:
@@ -116,7 +117,8 @@ def _lora_line(use: dict) -> str:
     """One LoRA's receipt: name, strength, layers, mode; what it could not apply folds out, each with its reason."""
     applied, found = int(use.get("layers_applied") or 0), int(use.get("layers_found") or 0)
     unused = dict(use.get("unused") or {})
-    words = f"strength {float(use.get('strength') or 0):g}, {applied} of {count_words(found, 'layer')}, {use.get('mode', '')}"
+    mode = MODES.get(use.get("mode", ""), use.get("mode", ""))
+    words = f"strength {float(use.get('strength') or 0):g}, {applied} of {count_words(found, 'layer')}, {mode}"
     if use.get("hash"):
         words += f", {str(use['hash'])[:10]}"
     fold = ""

@@ -135,7 +135,7 @@ def build(studio: Studio) -> Generate:
                     label="Drop a PNG that was made here",
                     file_types=[".png"],
                     type="filepath",
-                    height=110,
+                    height=140,
                     elem_id="drop-png",
                 )
         with gr.Column(scale=7, min_width=330, elem_classes="right"):
