@@ -68,10 +68,14 @@ def run_in(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[s
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     limits.grow_segments()
     rank = int(os.environ.get("RANK", "0"))
+    if rank == 0:
+        try:
+            _claim(config, folder, by_flags=by_flags, argv=argv)
+        except Trouble as trouble:  # the folder cannot be written or its events are another run's: nothing is put there
+            print(str(trouble), file=sys.stderr, flush=True)
+            return _leave(2)
     reporter = Reporter(folder, silent=rank != 0, table=config.output.enable_csv_log)
     try:
-        if rank == 0:
-            _make_folder(config, folder, by_flags=by_flags, argv=argv)
         reason = _train(config, folder, reporter)
     except Trouble as trouble:
         reporter.trouble(trouble)
@@ -106,12 +110,42 @@ def _leave(status: int) -> int:
     return status
 
 
+def _claim(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[str]) -> None:
+    """`_make_folder`, or a Trouble about a folder that cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _make_folder(config, folder, by_flags=by_flags, argv=argv)
+    except OSError as error:
+        words = f"The output folder {folder} cannot be written ({error.strerror or error})."
+        raise Trouble("not_writable", words, hint="Choose another with --output_path.") from None
+
+
+def _refuse_second(folder: Path) -> None:
+    """Raises Trouble where another process still trains in `folder`: each would write over what the other saves."""
+    import json
+
+    import psutil
+
+    try:
+        record = json.loads((folder / "process.json").read_text(encoding="utf-8"))
+        other = psutil.Process(int(record["pid"]))
+        lives = abs(other.create_time() - float(record["created"])) < 2 and other.status() != psutil.STATUS_ZOMBIE
+    except (OSError, ValueError, KeyError, TypeError, psutil.Error):
+        return
+    # A run that goes on one rung lower keeps its process, and its launcher.
+    if lives and other.pid not in (os.getpid(), os.getppid()):
+        raise Trouble(
+            "in_use", f"Another run (process {other.pid}) is at work in {folder}.",
+            hint="Choose another --output_path, or stop that run first: put a file called stop into its folder.",
+        )  # fmt: skip
+
+
 def _make_folder(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[str]) -> None:
     from backend.training.files import write_text
 
-    folder.mkdir(parents=True, exist_ok=True)
     if os.environ.get("LOFT_MARK"):  # the studio has started this and keeps the record itself
         return
+    _refuse_second(folder)
     if by_flags:
         if not config.output.resume_from_checkpoint:
             _set_aside(folder)

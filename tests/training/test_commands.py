@@ -19,6 +19,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file
 
 from backend.schema.places import PROJECT
+from backend.training.__main__ import main
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
@@ -198,3 +199,20 @@ def test_what_is_wrong_is_said_before_torch_is_loaded(launch, data):
     assert child.wait(60) == 2
     assert "--nonsense" in log(data) and "| torch\n" not in log(data)
     assert time.monotonic() - began < 60
+
+
+def test_a_folder_that_cannot_be_had_is_said_and_left_alone(tmp_path, capsys):
+    busy = tmp_path / "busy"
+    busy.mkdir()
+    with psutil.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:  # stands for a run that is at work there
+        record = json.dumps({"pid": other.pid, "created": other.create_time()})
+        (busy / "process.json").write_text(record, encoding="utf-8")
+        assert main(["--dataset_base_path", "x", "--output_path", str(busy)]) == 2
+        other.communicate(b"\n")
+    said = capsys.readouterr().err
+    assert f"process {other.pid}" in said and "--output_path" in said
+    assert [path.name for path in busy.iterdir()] == ["process.json"]
+    (tmp_path / "file").touch()
+    assert main(["--dataset_base_path", "x", "--output_path", str(tmp_path / "file" / "run")]) == 2
+    said = capsys.readouterr().err
+    assert "cannot be written" in said and "Traceback" not in said
