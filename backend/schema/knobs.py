@@ -270,7 +270,13 @@ def from_flags(cls: type, argv: Sequence[str], *, program: str = ""):
             parser.add_argument(f"--{item.name}", action=argparse.BooleanOptionalAction, help=text)
         else:
             parser.add_argument(f"--{item.name}", metavar=item.unit or item.kind.__name__.upper(), help=text)
-    return from_values(cls, vars(parser.parse_args(list(argv))))
+    said, unknown = parser.parse_known_args(list(argv))
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        near = _nearest(flag.lstrip("-"), [item.name for item in knobs_of(cls)]) if flag.startswith("--") else ""
+        words = f"The command line is not right: unrecognized arguments: {' '.join(unknown)}."
+        raise Trouble("bad_flags", words, hint=f"{near} --help lists every flag.".strip())
+    return from_values(cls, vars(said))
 
 
 def to_flags(config, *, all: bool = False) -> list[str]:

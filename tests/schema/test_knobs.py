@@ -150,7 +150,7 @@ def test_flags():
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--heigth", "64"], "unrecognized arguments: --heigth"),
+        (["--heigth", "64"], "unrecognized arguments: --heigth 64. Did you mean 'height'"),
         (["--heig", "64"], "unrecognized arguments: --heig"),
         (["--height"], "expected one argument"),
         (["--fast", "yes"], "unrecognized arguments: yes"),
