@@ -12,6 +12,7 @@ pipe("a red apple", seed=0).save("image.png")
 from __future__ import annotations
 
 import inspect
+import math
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -66,12 +67,13 @@ class ImagePipeline:
         diffsynth_words.refuse(others, diffsynth_words.FROM_PRETRAINED, _words(cls.from_pretrained), what="from_pretrained")
         faster.check(memory.check_device(str(device)), compile=compile, fp8_products=fp8_products)
         known = (cls.family,) if hasattr(cls, "family") else families.FAMILIES
+        _check_dtype(torch_dtype)
+        limit = _limit_bytes(vram_limit)
         spec, configs = identify(model_configs, known, lambda family: _pipeline_of(family).__name__)
         if not hasattr(cls, "family"):
             cls = _pipeline_of(spec.family)
         if tokenizer_config is not None:
             spec = replace(spec, tokenizer=tokenizer_config.folder())
-        limit = None if vram_limit is None else int(vram_limit * GIB)
         made = cls(
             Pipeline(
                 spec, dtype=torch_dtype, device=device, configs=configs, vram_limit_bytes=limit, fp8_products=fp8_products
@@ -213,6 +215,23 @@ class ImagePipeline:
         raise Trouble(
             "bad_value", "That module is none of this pipeline's parts.", hint="Pass pipe.dit or pipe.text_encoder."
         )
+
+
+def _limit_bytes(gib: float | None) -> int | None:
+    """`vram_limit` in bytes. Raises Trouble for what is no amount."""
+    if gib is None:
+        return None
+    if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 <= gib < math.inf:
+        hint = "Give GiB as a number such as 8; None is no limit, 0 keeps nothing ready on the card."
+        raise Trouble("bad_value", f"vram_limit is {gib!r}, which is no amount of memory.", hint=hint)
+    return int(gib * GIB)
+
+
+def _check_dtype(dtype: object) -> None:
+    """Raises Trouble for what a network cannot compute in. None, as in older scripts, is what the engine takes by itself."""
+    if dtype is not None and dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        hint = "Use torch.bfloat16, torch.float16 or torch.float32; storing in FP8 is ModelConfig's (preparing_dtype)."
+        raise Trouble("bad_value", f"torch_dtype is {dtype!r}, which a model does not compute in.", hint=hint)
 
 
 class QwenImagePipeline(ImagePipeline):

@@ -291,6 +291,18 @@ def test_settings_that_make_no_sense_are_said(tiny_qwen):
         QwenImagePipeline.from_pretrained(device="nix", model_configs=[ModelConfig(path=dit)])
 
 
+def test_limits_and_dtypes_that_are_none_are_said():
+    import torch
+
+    from backend.pipelines import QwenImagePipeline
+
+    wrong = [("vram_limit", value) for value in (-1, float("nan"), float("inf"), "8")]
+    wrong += [("torch_dtype", value) for value in (torch.int8, torch.float8_e4m3fn, "bfloat16")]
+    for name, value in wrong:
+        with pytest.raises(Trouble, match=f"^{name} is "):
+            QwenImagePipeline.from_pretrained(device="cpu", **{name: value})
+
+
 def test_importing_it_is_light():
     code = (
         "import time, sys, resource\n"
