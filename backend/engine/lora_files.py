@@ -6,7 +6,7 @@ import json
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -36,9 +36,9 @@ def making(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A temporary name that becomes `path` when the block ends well, and vanishes when it does not."""
     if path.exists() and not overwrite:
         raise Trouble("exists", f"{path} is there already.", hint="Choose another name, or ask for it to be replaced.")
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         temporary.replace(path)
     except OSError as error:
@@ -48,7 +48,8 @@ def making(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
             hint="Is there room, and may Loft write there?",
         ) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # where its folder is none, there is nothing to take away
+            temporary.unlink()
 
 
 def save(

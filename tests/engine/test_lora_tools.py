@@ -331,6 +331,12 @@ def test_pickles_become_safetensors(tmp_path):
         run_tool({"tool": "to_safetensors", "path": str(tmp_path / "m.ckpt")})
 
 
+def test_a_folder_that_is_a_file_is_said(two, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(Trouble, match="cannot be written"):
+        run_tool({"tool": "convert", "path": str(two[0]), "out": str(tmp_path / "file" / "a.safetensors"), "layout": "kohya"})
+
+
 def test_strengths_block_by_block(two):
     answer = run_tool({"tool": "strengths", "path": str(two[0])})
     exact = change("tiny_qwen_image", two[0])
