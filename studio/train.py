@@ -233,7 +233,7 @@ def view(studio: Studio, tab: Train, choice: dict, seen: dict, use: Use | None =
     watching = watched(seen, run.name if run else "", use)
     every = (run.name if run else "", tuple((r.name, r.status, r.step) for r in found), int(now // 60))
     out = [gr.skip()] * len(tab.live_outputs)
-    if seen.get("run") != one or use:
+    if seen.get("run") != one or seen.get("runs") != every or use:  # every minute too: it says how long ago
         out[0] = run_view.head(run, now=now) + graph(watching.get("use", ()), use, predicted=0)
     if seen.get("run") != one:
         out[1] = run_view.loss_curve(run, runs.loss_series(run.folder) if run else runs.LossSeries())
