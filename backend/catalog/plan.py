@@ -248,13 +248,12 @@ def main(argv: list[str] | None = None) -> None:
 
     parser = _parser()
     said = parser.parse_args(argv)
-    preferences = Preferences(allow_fp8=not said.exact)
     try:
         sizes = sizes_of(_model(said.model))
         job = _job(said, sizes)
         for name in (said.cards or said.card).split(","):
             card, speed = what_if(name, ram_gib=said.ram)
-            found = plan(sizes, card, job, preferences, speed=speed)
+            found = plan(sizes, card, job, Preferences(allow_fp8=not said.exact), speed=speed)
             if said.cards:
                 print(f"{sizes.title} on {name}: {report.line(found)}")
             else:
@@ -278,8 +277,9 @@ def _parser() -> argparse.ArgumentParser:
 def _job(said: argparse.Namespace, sizes: ModelSizes):
     if said.train is not None:
         return knobs.from_flags(TrainingConfig, said.train)
-    names = ("width", "height", "frames")
-    return work_of_defaults(sizes, **dict(zip(names, map(int, said.size.lower().split("x")))) if said.size else {})
+    words = said.size.lower().split("x") if said.size else ()
+    knobs.from_values(GenerationRequest, dict(zip(("width", "height"), words)))  # says what no picture's size can be
+    return work_of_defaults(sizes, **dict(zip(("width", "height", "frames"), map(int, words))))
 
 
 def _model(name: str) -> ModelSpec | str:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from backend.catalog.text import decode_text, read_text
 from backend.schema.messages import Trouble
@@ -228,8 +228,9 @@ def _measured(items: list[Item], notes: list[str], index: Path | None, *, skip_b
 def _broken(path: Path, error: OSError) -> Trouble:
     if not path.exists():
         return Trouble("missing_file", f"The picture {path} does not exist.", hint="Correct the metadata file.")
+    why = "it is empty or no picture" if isinstance(error, UnidentifiedImageError) else error
     return Trouble(
-        "broken_picture", f"The picture {path} cannot be read ({error}).",
+        "broken_picture", f"The picture {path} cannot be read ({why}).",
         hint="Replace or remove it, or set --skip_broken_pictures.",
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ import pytest
 from backend.catalog.estimate import Work
 from backend.catalog.identify import identify_model
 from backend.catalog.page import estimate_for_page, what_if_cards
-from backend.catalog.plan import budget_of, plan, plan_here
+from backend.catalog.plan import budget_of, main, plan, plan_here
 from backend.catalog.report import line, table
 from backend.catalog.sizes import known_models, sizes_of
 from backend.catalog.speed import what_if
@@ -279,3 +279,10 @@ def test_reference_pictures_and_loras_count():
     job = Work(lora_bytes=GIB)
     denoise = next(phase for phase in plan("Qwen-Image", card, job).phases if phase.name == "denoise")
     assert denoise.adapter_bytes == GIB
+
+
+@pytest.mark.parametrize("size", ["abc", "0x0", "64x99999999"])
+def test_a_size_that_no_picture_has_is_refused(size, capsys):
+    with pytest.raises(SystemExit):
+        main(["Qwen-Image", "--size", size])
+    assert "(--width) is" in (said := capsys.readouterr().err) or "(--height) is 99999999" in said
