@@ -19,6 +19,8 @@ def life(argv: list[str], handed_on: Path) -> int:
     """A run in a forked process with little memory; where it would start anew, that command is written to `handed_on`."""
     import resource
 
+    from accelerate.state import AcceleratorState
+
     from backend.engine import memory
     from backend.training.__main__ import main
 
@@ -27,6 +29,7 @@ def life(argv: list[str], handed_on: Path) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     status = 99
     try:
+        AcceleratorState._reset_state(reset_partial_state=True)  # runs before this one have left theirs
         memory.give_back("cpu")
         lines = Path("/proc/self/status").read_text().splitlines()
         own = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
