@@ -42,7 +42,11 @@ def target_modules(module: torch.nn.Module, wanted: str, family: ModuleType, *, 
     elif wanted in family.LORA.presets:
         ends = family.LORA.presets[wanted]
     elif _REGEX.search(wanted):
-        found = tuple(name for name in linear if re.fullmatch(wanted, name))
+        try:
+            found = tuple(name for name in linear if re.fullmatch(wanted, name))
+        except re.error as error:
+            words = f"{wanted!r} is no regular expression: {error} (--lora_target_modules)."
+            raise Trouble("bad_value", words, hint="Correct it, or name ends of modules' names.") from None
         return found or _nothing(wanted, linear, part)
     else:
         ends = tuple(end.strip() for end in wanted.split(",") if end.strip())

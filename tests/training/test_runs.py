@@ -248,6 +248,7 @@ def test_a_loss_that_is_no_number_ends_the_run_with_the_last_state_good(
     ("flags", "words"),
     [
         (("--lora_target_modules", "to_z"), "No module of dit is called 'to_z'"),
+        (("--lora_target_modules", "("), "'(' is no regular expression"),
         (("--lora_base_model", "vae"), "'vae' cannot be trained"),
         (("--trainable_models", "dit", "--lora_base_model", "dit"), "cannot both train whole and get a LoRA"),
         (("--customized_optimizer", "nonsense"), "no optimizer called 'nonsense'"),
