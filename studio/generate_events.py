@@ -85,6 +85,7 @@ def _wire_go(studio: Studio, tab: Generate, ui: gr.BrowserState, redraw: Callabl
                 request = replace(request, seed=secrets.randbelow(GUESS_SEEDS))
             if not request.prompt.strip() and not request.input_image:
                 raise Trouble("bad_value", "The prompt is empty.", hint="Write what the picture shows.")
+            shelf.check_size(shelf.models(studio), request, studio)
             studio.engine.submit(request)
             write_values(request_file(studio.places), request_to_values(request))
         except Trouble as trouble:

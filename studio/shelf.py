@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 from backend.catalog import beside, library
+from backend.catalog.sizes import sizes_of
 from backend.catalog.spec import LoraSpec, ModelSpec
 from backend.schema.messages import Trouble
 from backend.schema.places import ASSETS
+from backend.schema.request import GenerationRequest
 from studio.studio import Studio
 
 STARTER = "loft/starter"
@@ -75,13 +78,26 @@ def family_of(found: Sequence[ModelSpec | Trouble], value: str, studio: Studio) 
 
 
 def request_defaults(found: Sequence[ModelSpec | Trouble], value: str, studio: Studio) -> dict[str, object]:
-    """Size, steps and guidance that suit a model: its own where its folder says so, else its family's."""
-    for spec in found:
-        if isinstance(spec, ModelSpec) and value in (model_id(spec, studio), str(spec.path)):
-            for module in studio.families:
-                if spec.family == module.NAME:
-                    return beside.request_defaults(spec, module)
-    return {}
+    """Size, steps and guidance that suit a model: its own where its folder says so, else its family's, be it here or only known by name."""
+    for spec, module in _called(found, value, studio):
+        return beside.request_defaults(spec, module)
+    try:
+        family = sizes_of(value.rsplit("/", 1)[-1]).family
+    except Trouble:
+        return {}
+    return next((module.DEFAULTS.request for module in studio.families if module.NAME == family), {})
+
+
+def check_size(found: Sequence[ModelSpec | Trouble], request: GenerationRequest, studio: Studio) -> None:
+    """Raises Trouble where the model of `request` is here and does not draw pictures of that size."""
+    for spec, module in _called(found, request.model, studio):
+        beside.check_size(spec, module, width=request.width, height=request.height)
+
+
+def _called(found: Sequence[ModelSpec | Trouble], value: str, studio: Studio) -> list[tuple[ModelSpec, ModuleType]]:
+    """The models that a request calls `value`, each with its family."""
+    specs = [spec for spec in found if isinstance(spec, ModelSpec) and value in (model_id(spec, studio), str(spec.path))]
+    return [(spec, module) for spec in specs for module in studio.families if spec.family == module.NAME]
 
 
 def family_title(name: str, studio: Studio) -> str:

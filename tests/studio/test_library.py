@@ -251,3 +251,17 @@ def test_details_tell_how_it_was_trained(studio):
     write_safetensors(studio.places.loras / "mine.safetensors", lora_tensors(), said)
     html = cards.lora_details(shelf.loras(studio)[0], model_family="", strengths="", studio=studio)
     assert "<dt>Learning rate</dt><dd>0.0015</dd>" in html and "<dt>Steps</dt><dd>240</dd>" in html
+
+
+def test_a_form_takes_what_suits_a_model_here_or_only_known_by_name_and_sizes_are_checked_before_the_queue(studio):
+    from backend.schema.messages import Trouble
+    from backend.schema.request import GenerationRequest
+
+    found = shelf.models(studio)
+    assert shelf.request_defaults(found, "loft/starter", studio)["width"] == 128
+    assert shelf.request_defaults(found, "black-forest-labs/FLUX.1-dev", studio)["width"] == 1024
+    assert shelf.request_defaults(found, "nobody/nothing", studio) == {}
+    shelf.check_size(found, GenerationRequest(), studio)
+    shelf.check_size(found, GenerationRequest(model="black-forest-labs/FLUX.1-dev", width=1024), studio)
+    with pytest.raises(Trouble, match="draws 128 x 128 pixels"):
+        shelf.check_size(found, GenerationRequest(width=160), studio)
