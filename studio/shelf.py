@@ -85,7 +85,7 @@ def request_defaults(found: Sequence[ModelSpec | Trouble], value: str, studio: S
         family = sizes_of(value.rsplit("/", 1)[-1]).family
     except Trouble:
         return {}
-    return next((module.DEFAULTS.request for module in studio.families if module.NAME == family), {})
+    return next((module.DEFAULTS.request for module in studio.families if family == module.NAME), {})
 
 
 def check_size(found: Sequence[ModelSpec | Trouble], request: GenerationRequest, studio: Studio) -> None:

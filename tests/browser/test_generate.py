@@ -146,20 +146,20 @@ def test_only_configured_folders_are_served(site):
 def test_a_picture_made_here_brings_its_settings_back_when_it_is_dropped(site, open_page):
     page = open_page(site)
     page.fill("#set-negative_prompt textarea", "fog and rain")
-    page.fill("#set-width input", "96")
+    page.fill("#set-guidance input[type=number]", "2.5")
     before = set(pictures(site))
     ask(page, "a lighthouse", steps=5)
     (made,) = wait_until(lambda: set(pictures(site)) - before)
     page.wait_for_selector("#stage img[alt='a lighthouse']")
     seed = int(json.loads(Image.open(made).info["loft"])["seed"])
-    for field, other in (("prompt textarea", "else"), ("negative_prompt textarea", ""), ("width input", "128"), ("seed input", "7")):
+    for field, other in (("prompt textarea", "else"), ("negative_prompt textarea", ""), ("guidance input[type=number]", "4"), ("seed input", "7")):
         page.fill(f"#set-{field}", other)
     page.click("#settings-from button >> nth=0")
     drop(page, "#drop-png button", made)
     page.wait_for_selector(f"#said .notice.good >> text={made.name}")
     page.wait_for_function("document.querySelector('#set-prompt textarea').value === 'a lighthouse'")
-    shown = [page.input_value(f"#set-{name}") for name in ("negative_prompt textarea", "width input", "seed input")]
-    assert shown == ["fog and rain", "96", str(seed)]
+    shown = [page.input_value(f"#set-{name}") for name in ("negative_prompt textarea", "guidance input[type=number]", "seed input")]
+    assert shown == ["fog and rain", "2.5", str(seed)]
     assert page.input_value("#set-num_inference_steps input[type=number]") == "5"
     wait_until(lambda: kept(site).get("negative_prompt") == "fog and rain" and kept(site).get("seed") == seed)
 
