@@ -28,7 +28,7 @@ from backend.engine import diffsynth_words, faster, memory
 from backend.engine.model_config import ModelConfig, identify
 from backend.engine.pipeline import Pipeline
 from backend.engine.preview import Step
-from backend.schema.knobs import check as check_values
+from backend.schema.knobs import from_values
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest, LoraReceipt
 
@@ -123,18 +123,17 @@ class ImagePipeline:
         diffsynth_words.refuse(others, diffsynth_words.CALL, _words(ImagePipeline.__call__), what="A picture")
         asked = {"guidance": cfg_scale, "height": height, "width": width, "num_inference_steps": num_inference_steps}
         values = {**self.defaults, **{name: value for name, value in asked.items() if value is not None}}
-        request = GenerationRequest(
-            prompt=prompt,
-            negative_prompt=negative_prompt,
-            seed=random.randrange(2**32) if seed is None else seed,
-            denoising_strength=denoising_strength,
-            input_image=str(input_image) if isinstance(input_image, str | Path) else None,
-            step_cache=step_cache,
-            compile=self.compile,
-            fp8_products=self.pipeline.fp8_products,
-            **values,
-        )
-        check_values(request)
+        values |= {
+            "prompt": prompt,
+            "negative_prompt": negative_prompt,
+            "seed": random.randrange(2**32) if seed is None else seed,
+            "denoising_strength": denoising_strength,
+            "input_image": str(input_image) if isinstance(input_image, str | Path) else None,
+            "step_cache": step_cache,
+            "compile": self.compile,
+            "fp8_products": self.pipeline.fp8_products,
+        }
+        request = from_values(GenerationRequest, values)
         self.pipeline.notes.clear()
         source = input_image if isinstance(input_image, Image.Image) else None
         tiles = diffsynth_words.tiles(tile_size, tile_stride) if tiled and (tile_size or tile_stride) else tiled

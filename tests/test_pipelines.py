@@ -92,6 +92,9 @@ def test_its_size_is_the_models_own_and_seeds_repeat(tiny_qwen):
     assert one.size == (64, 64)  # of the folder's model_index.json
     assert values(one).tolist() == values(same).tolist() != values(other).tolist()
     assert pipe("a cat", num_inference_steps=1, width=32, height=48).size == (32, 48)  # and without a seed
+    for name, value in (("num_inference_steps", 1.5), ("seed", "x"), ("cfg_scale", float("nan")), ("step_cache", "x"), ("prompt", None)):
+        with pytest.raises(Trouble, match=r"\(--"):
+            pipe(**{"prompt": "a cat", name: value})
 
 
 def test_a_transformer_alone_loads_and_says_what_it_lacks(tiny_qwen):
