@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from backend.schema.places import PROJECT
 
 torch = pytest.importorskip("torch")
 
@@ -15,34 +18,31 @@ pytestmark = [pytest.mark.torch, pytest.mark.skipif(sys.platform != "linux", rea
 MOST_BYTES = 280 * 2**20  # above what the process has: less than the activations of ten blocks, more than those of one
 
 
+LIFE = """
+import json, os, resource, sys
+from pathlib import Path
+import backend.training.setup, backend.training.loop, peft.tuners.lora, diffusers.schedulers
+from backend.engine import memory
+from backend.training.__main__ import main
+
+memory.give_back("cpu")
+own = next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
+resource.setrlimit(resource.RLIMIT_DATA, (own + int(sys.argv[1]),) * 2)
+
+def anew(program, command):
+    Path(sys.argv[2]).write_text(json.dumps([program, *command]))
+    os._exit(77)
+
+os.execv = anew
+sys.exit(main(sys.argv[3:]))
+"""
+
+
 def life(argv: list[str], handed_on: Path) -> int:
-    """A run in a forked process with little memory; where it would start anew, that command is written to `handed_on`."""
-    import resource
-
-    from accelerate.state import AcceleratorState
-
-    from backend.engine import memory
-    from backend.training.__main__ import main
-
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    status = 99
-    try:
-        AcceleratorState._reset_state(reset_partial_state=True)  # runs before this one have left theirs
-        memory.give_back("cpu")
-        lines = Path("/proc/self/status").read_text().splitlines()
-        own = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
-        resource.setrlimit(resource.RLIMIT_DATA, (own + MOST_BYTES,) * 2)
-
-        def anew(program: str, command: list[str]) -> None:
-            handed_on.write_text(json.dumps([program, *command]))
-            os._exit(77)
-
-        os.execv = anew
-        status = main(argv)
-    finally:
-        os._exit(status)
+    """A run in a fresh process with little memory (one that has freed much would have it still); where it would start anew, that command
+    is written to `handed_on`."""
+    env = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-c", LIFE, str(MOST_BYTES), str(handed_on), *argv], env=env, timeout=300).returncode
 
 
 def test_a_run_out_of_memory_goes_on_a_rung_lower(run_training, events, data, tmp_path: Path, pictures: Path):
@@ -55,7 +55,7 @@ def test_a_run_out_of_memory_goes_on_a_rung_lower(run_training, events, data, tm
     )
     flags = ["--model", str(model), "--dataset_base_path", str(pictures), "--output_path", str(run), "--height", "256", "--width", "256",
              "--dataset_repeat", "8", "--lora_rank", "4", "--save_steps", "1"]  # fmt: skip
-    assert life([*flags, "--max_steps", "1"], handed_on) == 0  # one picture at a time fits
+    assert run_training.as_typed([*flags, "--max_steps", "1"]) == 0
     more = [*flags, "--max_steps", "2", "--batch_size", "16", "--resume_from_checkpoint", "latest"]
     assert life(more, handed_on) == 77
     program, name, _, module, *again = json.loads(handed_on.read_text())
