@@ -10,6 +10,7 @@ import gradio as gr
 from backend.host import tool
 from backend.schema.messages import Trouble
 from studio import shelf
+from studio.asking import QUIET
 from studio.draw import progress
 from studio.studio import Studio, live
 from studio.words import notice, safe
@@ -186,7 +187,6 @@ def _bar(said: str) -> str:
 
 def wire(studio: Studio, tab: Tools, redraw) -> None:
     """Binds choice, run and cancel."""
-    quick = {"show_progress": "hidden", "queue": False}
 
     def choose(title: str):
         choices = shelf.lora_choices(shelf.loras(studio), studio)
@@ -198,9 +198,9 @@ def wire(studio: Studio, tab: Tools, redraw) -> None:
             updates.append(gr.update(visible=name in FIELDS[TOOLS[title]], **more))
         return updates
 
-    tab.which.input(choose, tab.which, list(tab.fields.values()), **quick)
-    tab.fold.expand(choose, tab.which, list(tab.fields.values()), **quick)
-    tab.which.focus(choose, tab.which, list(tab.fields.values()), **quick)
+    tab.which.input(choose, tab.which, list(tab.fields.values()), **QUIET)
+    tab.fold.expand(choose, tab.which, list(tab.fields.values()), **QUIET)
+    tab.which.focus(choose, tab.which, list(tab.fields.values()), **QUIET)
 
     def run(title: str, name: str, overwrite: bool, *values):
         try:
@@ -213,5 +213,5 @@ def wire(studio: Studio, tab: Tools, redraw) -> None:
             return notice(str(trouble), kind="bad")
         return ""
 
-    redraw(tab.run.click(run, tab.inputs, tab.said, **quick))
-    redraw(tab.cancel.click(lambda: tool.cancel(studio.places), None, None, **quick))
+    redraw(tab.run.click(run, tab.inputs, tab.said, **QUIET))
+    redraw(tab.cancel.click(lambda: tool.cancel(studio.places), None, None, **QUIET))

@@ -38,8 +38,7 @@ def root_of(spec: ModelSpec, family: ModuleType) -> Path | None:
 
 def request_defaults(spec: ModelSpec, family: ModuleType) -> dict[str, object]:
     """Fields of `GenerationRequest` that this model wants by default: the family's, and over them `_defaults` of its model_index.json."""
-    root = root_of(spec, family)
-    said = read_object(root / "model_index.json").get("_defaults") if root else None
+    said = _said(spec, family, "_defaults")
     known = (
         {name: value for name, value in said.items() if isinstance(value, int | float)}
         if isinstance(said, dict)
@@ -50,8 +49,7 @@ def request_defaults(spec: ModelSpec, family: ModuleType) -> dict[str, object]:
 
 def check_size(spec: ModelSpec, family: ModuleType, *, width: int, height: int) -> None:
     """Raises Trouble where the model's `_sizes` in its model_index.json, a list of [width, height], do not hold this one."""
-    root = root_of(spec, family)
-    said = read_object(root / "model_index.json").get("_sizes") if root else None
+    said = _said(spec, family, "_sizes")
     sizes = [size for size in said if isinstance(size, list) and len(size) == 2] if isinstance(said, list) else []
     if sizes and [width, height] not in sizes:
         known = " or ".join(f"{size[0]} x {size[1]}" for size in sizes)
@@ -60,6 +58,12 @@ def check_size(spec: ModelSpec, family: ModuleType, *, width: int, height: int) 
             f"This model draws {known} pixels, the size it was trained at; at {width} x {height} things come out cut or repeated.",
             hint=f"Ask for {known}, or choose another model.",
         )
+
+
+def _said(spec: ModelSpec, family: ModuleType, key: str) -> object:
+    """What the model's model_index.json has under `key`; None where it says nothing."""
+    root = root_of(spec, family)
+    return read_object(root / "model_index.json").get(key) if root else None
 
 
 def read_object(path: Path) -> dict:
