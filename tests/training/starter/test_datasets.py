@@ -9,7 +9,7 @@ import pytest
 from PIL import Image, ImageChops, ImageStat
 
 from backend.schema.places import ASSETS
-from backend.training.starter import datasets
+from backend.training.starter import datasets, pen
 
 
 @pytest.mark.parametrize("kind", ["character", "style"])
@@ -24,7 +24,7 @@ def test_the_shipped_sets_are_what_the_script_draws(kind: str):
         picture, caption = draw(number)
         assert caption == captions[number]
         with Image.open(pictures[number]) as shipped:
-            assert shipped.size == picture.size == (datasets.SIDE, datasets.SIDE)
+            assert shipped.size == picture.size == (pen.SIDE, pen.SIDE)
             assert max(ImageStat.Stat(ImageChops.difference(shipped.convert("RGB"), picture)).mean) < 0.5
     trigger = json.loads((folder / "loft.json").read_text())["trigger_word"]
     assert all(trigger in caption for caption in captions)
