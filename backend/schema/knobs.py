@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import types
@@ -83,20 +84,25 @@ def section(cls: type, title: str):
     return field(default_factory=cls, metadata={"section": title})
 
 
-def knobs_of(cls: type, *, _path: tuple[str, ...] = (), _title: str = "") -> Iterator[Knob]:
-    """Every knob of a config class, depth first, in the order written."""
+@functools.cache
+def knobs_of(cls: type) -> tuple[Knob, ...]:
+    """Every knob of a config class, depth first, in the order written. Made once: the page asks at every keystroke."""
+    return tuple(_knobs_of(cls, path=(), title=""))
+
+
+def _knobs_of(cls: type, *, path: tuple[str, ...], title: str) -> Iterator[Knob]:
     hints = typing.get_type_hints(cls)
     for item in dataclasses.fields(cls):
         if "section" in item.metadata:
-            yield from knobs_of(hints[item.name], _path=(*_path, item.name), _title=item.metadata["section"])
+            yield from _knobs_of(hints[item.name], path=(*path, item.name), title=item.metadata["section"])
         elif "knob" in item.metadata:
             said = dict(item.metadata["knob"])
             kind, optional = _kind_of(hints[item.name])
             said["label"] = said["label"] or _label_of(item.name)
             yield Knob(
                 name=item.name,
-                path=(*_path, item.name),
-                section=_title,
+                path=(*path, item.name),
+                section=title,
                 kind=kind,
                 optional=optional,
                 default=item.default,
