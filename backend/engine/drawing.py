@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from backend.engine import faster, memory, sampling
+from backend.engine import faster, memory, sampling, shortage
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest
 
@@ -55,7 +55,7 @@ def denoise(pipeline, request: GenerationRequest, x, sigmas, towards, away, on_s
         try:
             return _sample(pipeline, request, x, sigmas, towards, away, on_step, should_stop)
         except (RuntimeError, MemoryError) as error:
-            if away is None or not pipeline.together or not memory.is_out_of_memory(error):
+            if away is None or not pipeline.together or not shortage.is_one(error):
                 raise
         memory.give_back(pipeline.device)
         pipeline.together = False

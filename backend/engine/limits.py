@@ -39,7 +39,7 @@ def cap(device, *, most_bytes: int | None = None) -> int | None:
     device = torch.device(device)
     if device.type != "cuda" or (most_bytes is None and not driver_spills()):
         return None
-    total, free = memory._card_memory(device)
+    total, free = memory.card_memory(device)
     limit = free + memory.reserved(device)
     limit = limit if most_bytes is None else min(most_bytes, limit) if driver_spills() else most_bytes
     torch.cuda.set_per_process_memory_fraction(fraction(limit, total), device)

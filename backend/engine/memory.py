@@ -22,15 +22,6 @@ from backend.schema.vram import DTYPES, Card
 
 GIB = 2**30
 _ACCELERATORS = ("cuda", "xpu", "npu", "mps")
-_MESSAGES = (
-    "out of memory",
-    "outofmemory",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "not enough memory",
-    "bad_alloc",
-    "could not create a primitive",  # oneDNN, whose convolutions found no room
-)
 
 
 def default_device() -> str:
@@ -88,7 +79,7 @@ def probe(device: str | torch.device = "auto", *, reserve_bytes: int | None = No
             ram_free_bytes=ram_free,
             dtypes=_dtypes(device),
         )
-    total, free = _card_memory(device)
+    total, free = card_memory(device)
     reserve = _usual_reserve(total) if reserve_bytes is None else reserve_bytes
     return Card(
         device=str(device),
@@ -132,7 +123,7 @@ def _cgroup(root: Path = Path("/sys/fs/cgroup")) -> tuple[int | None, int]:
     return None, 0
 
 
-def _card_memory(device: torch.device) -> tuple[int, int]:
+def card_memory(device: torch.device) -> tuple[int, int]:
     """Total and free bytes of a card. Where a driver does not tell what others use, free is what this process leaves."""
     if device.type == "mps":
         total = torch.mps.recommended_max_memory()
@@ -276,24 +267,6 @@ def _trim() -> None:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):
         return  # another C library, which has no such call
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that memory ran out, on a card or in RAM."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _MESSAGES)
-
-
-def out_of_memory(device: str | torch.device, error: BaseException, *, doing: str) -> Trouble:
-    """What to tell a person whose `doing` ("drawing", "loading") ran out of memory."""
-    total, free = ram() if torch.device(device).type == "cpu" else _card_memory(torch.device(device))
-    return Trouble(
-        "out_of_memory",
-        f"Memory ran out while {doing}: {device} has {total / GIB:.1f} GiB, {free / GIB:.1f} GiB of it free now.",
-        hint="Make the picture smaller, close other programs that use the device, or let weights be offloaded.",
-        detail=str(error),
-    )
 
 
 def set_threads(count: int | None = None) -> None:

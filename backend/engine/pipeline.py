@@ -12,7 +12,7 @@ from PIL import Image
 
 from backend import families
 from backend.catalog.spec import ModelSpec
-from backend.engine import Cancelled, drawing, faster, load, lora, memory, native_fp8, pictures
+from backend.engine import Cancelled, drawing, faster, load, lora, memory, native_fp8, pictures, shortage
 from backend.engine.preview import Preview, Step, watched
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest, LoraReceipt, LoraUse
@@ -149,7 +149,7 @@ class Pipeline:
             try:
                 pixels = self.family.decode(self.parts, latents.to(self.dtype), tiled=tiled)
             except (RuntimeError, MemoryError) as error:
-                if tiled or not memory.is_out_of_memory(error):
+                if tiled or not shortage.is_one(error):
                     raise
                 pixels = None  # the retry is outside, where the error no longer holds the memory
             if pixels is None:

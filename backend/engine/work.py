@@ -13,7 +13,7 @@ from backend import families
 from backend.catalog import beside, download, learnt
 from backend.catalog.identify import identify_model
 from backend.catalog.spec import ModelSpec
-from backend.engine import Cancelled, faster, light, limits, live, memory, planning
+from backend.engine import Cancelled, faster, light, limits, live, memory, planning, shortage
 from backend.engine.pipeline import Pipeline
 from backend.engine.png import Previews, free_path, save_png
 from backend.engine.preview import Step
@@ -65,11 +65,11 @@ class Work:
 
     def explain(self, error: Exception, command: str) -> Trouble | None:
         """What an error means, where it means something to a person. Lets the model go where memory ran out."""
-        if not memory.is_out_of_memory(error):
+        if not shortage.is_one(error):
             return None
         error.__traceback__ = None  # its frames hold the tensors
         self._close()
-        return memory.out_of_memory(self.device, error, doing=_DOING.get(command, "drawing"))
+        return shortage.trouble(self.device, error, doing=_DOING.get(command, "drawing"))
 
     def load(self, id: str, values: dict) -> None:
         request = asked(values) if "request" in values else self._usual_request(values)

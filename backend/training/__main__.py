@@ -96,9 +96,9 @@ def run_in(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[s
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    from backend.engine import memory
+    from backend.engine import shortage
 
-    return memory.is_out_of_memory(error)
+    return shortage.is_one(error)
 
 
 def _leave(status: int) -> int:

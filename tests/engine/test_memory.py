@@ -66,29 +66,6 @@ def test_a_limit_below_the_machines_ram_counts(monkeypatch):
     assert memory.ram()[0] == 2 * memory.GIB and memory.ram()[1] <= memory.GIB
 
 
-@pytest.mark.parametrize(
-    "error, is_one",
-    [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."), True),
-        (RuntimeError("MPS backend out of memory (MPS allocated: 8 GB)"), True),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"), True),
-        (MemoryError(), True),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-        (ValueError("out of memory"), False),
-    ],
-)
-def test_running_out_of_memory_is_told_from_other_errors(error, is_one):
-    assert memory.is_out_of_memory(error) is is_one
-
-
-def test_a_real_failure_to_allocate_is_one():
-    with pytest.raises(RuntimeError) as caught:
-        torch.empty(2**55, dtype=torch.uint8)
-    assert memory.is_out_of_memory(caught.value)
-    trouble = memory.out_of_memory("cpu", caught.value, doing="drawing")
-    assert trouble.kind == "out_of_memory" and "GiB" in trouble.message
-
-
 def test_the_peak_sees_what_came_and_went():
     peak = memory.Peak("cpu")
     before = peak.highest_bytes
