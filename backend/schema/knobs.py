@@ -282,7 +282,8 @@ def from_flags(cls: type, argv: Sequence[str], *, program: str = ""):
         near = _nearest(flag.lstrip("-"), [item.name for item in knobs_of(cls)]) if flag.startswith("--") else ""
         words = f"The command line is not right: unrecognized arguments: {' '.join(unknown)}."
         raise Trouble("bad_flags", words, hint=f"{near} --help lists every flag.".strip())
-    return from_values(cls, vars(said))
+    # Of a value that is nothing but two dashes (`--name=--`) argparse leaves an empty list.
+    return from_values(cls, {name: "--" if value == [] else value for name, value in vars(said).items()})
 
 
 def to_flags(config, *, all: bool = False) -> list[str]:

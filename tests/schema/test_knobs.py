@@ -198,6 +198,10 @@ def _value(item: knobs.Knob) -> st.SearchStrategy:
     return kinds[item.kind] | st.none() if item.optional else kinds[item.kind]
 
 
+def test_a_value_of_two_dashes_is_a_value():
+    assert from_flags(Small, ["--title=--"]).title == "--"
+
+
 @pytest.mark.parametrize("cls", [Small, TrainingConfig, Preferences])
 @given(data=st.data())
 @settings(max_examples=30, deadline=None)
