@@ -4,7 +4,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from backend.training.attention import MAX_TOKENS, PlainAttention, plain_on_cpu
+from backend.engine.plain_attention import MAX_TOKENS, PlainAttention
+from backend.training.attention import plain_on_cpu
 
 pytestmark = pytest.mark.torch
 
