@@ -13,6 +13,7 @@ from backend.schema.knobs import from_file_text, from_flags, from_values, to_fil
 from backend.schema.messages import Trouble
 from backend.schema.places import places
 from backend.schema.training import TrainingConfig
+from backend.training import early
 from backend.training.reporter import Reporter
 
 
@@ -180,6 +181,9 @@ def _process_text(argv: list[str], folder: Path) -> str:
 
 
 def _train(config: TrainingConfig, folder: Path, reporter) -> str:
+    index = places().cache / "pictures.json"
+    early.look(config, index=index)
+
     import torch
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
@@ -205,7 +209,6 @@ def _train(config: TrainingConfig, folder: Path, reporter) -> str:
             reporter.note(spread)
         add_boards(reporter, config.output, config=to_values(config))
     config = with_plan(config, accelerator, reporter)
-    index = places().cache / "pictures.json"
     if config.training.task.endswith(":data_process"):
         return _process_data(config, accelerator, reporter, index)
     run = set_up(config, folder, Path(config.output.output_path), accelerator, reporter, index=index)

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
 
-from backend.catalog.text import decode_text, read_text
+from backend.catalog.text import read_text
 from backend.schema.messages import Trouble
 from backend.training.captions import with_trigger
-from backend.training.extras import listed, read_extras
+from backend.training.metadata import read_rows
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif")
 MASK_SUFFIX = ".mask.png"
 READERS = 4  # threads that measure files
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture that samples begin from: where it is, how large it is in the file (pixels), and the sha256 of the file."""
+
+    path: Path
+    width: int = 0
+    height: int = 0
+    digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,12 @@ class Item:
     prior: bool = False  # drawn by the untouched model
     seed: int | None = None  # of the noise that a teacher drew it from
     steps: int | None = None  # in which a student is to draw it
+    edits: tuple[Picture, ...] = ()  # what it is edited from, for a model that edits
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Every picture file that it is read from."""
+        return (self.path, *(one.path for one in self.edits))
 
 
 @dataclass(frozen=True)
@@ -49,10 +64,11 @@ class Dataset:
     broken: tuple[tuple[Path, str], ...] = field(default=())
 
 
-def read_dataset(section, *, trigger: str = "", index: Path | None = None) -> Dataset:
+def read_dataset(section, *, trigger: str = "", index: Path | None = None, edits: bool = False) -> Dataset:
     """The dataset that a config's `dataset` section names.
 
-    `index` is a JSON file that remembers sizes and digests by path, size and time. Raises Trouble for a missing or empty
+    `index` is a JSON file that remembers sizes and digests by path, size and time. `edits`: every sample is edited from pictures, in the
+    column `edit_image`; otherwise that column is not read. Raises Trouble for a missing or empty
     folder, a metadata file without the right columns, and (unless `skip_broken_pictures`) a picture that cannot be read.
     """
     bases = _listed(section.dataset_base_path)
@@ -71,10 +87,18 @@ def read_dataset(section, *, trigger: str = "", index: Path | None = None) -> Da
     notes: list[str] = []
     for number, weight in enumerate(weights):
         base = Path(bases[number]) if bases else Path(metadata[number]).parent
-        if metadata:
-            found = _from_metadata(
-                Path(metadata[number]), base, section.data_file_keys, notes, listed(section.extra_inputs)
+        if not base.is_dir():
+            words = "is a file" if base.is_file() else "does not exist"
+            raise Trouble(
+                "missing_file", f"The dataset folder {base} {words}.", hint="Check the path (--dataset_base_path)."
             )
+        if metadata:
+            found = _from_metadata(Path(metadata[number]), base, section, notes, edits=edits)
+        elif edits:
+            raise Trouble(
+                "no_edit_image", f"Nothing says which pictures those in {base} are edited from.",
+                hint="Give a metadata file with the columns image, prompt and edit_image (--dataset_metadata_path).",
+            )  # fmt: skip
         else:
             found = _from_folder(base, notes)
         items += [_finished(item, weight, trigger, section.masked_loss) for item in found]
@@ -84,6 +108,8 @@ def read_dataset(section, *, trigger: str = "", index: Path | None = None) -> Da
 def read_folder(base: Path, *, prior: bool = False) -> Dataset:
     """A plain folder of captioned pictures, for pictures that are trained along."""
     notes: list[str] = []
+    if not base.is_dir():
+        raise Trouble("missing_file", f"The folder {base} does not exist.", hint="Check --regularisation_path.")
     items = [replace(item, prior=prior) for item in _from_folder(base, notes)]
     return _measured(items, notes, None, skip_broken=False)
 
@@ -114,8 +140,6 @@ def _finished(item: Item, weight: float, trigger: str, masked: str) -> Item:
 
 
 def _from_folder(base: Path, notes: list[str]) -> Iterator[Item]:
-    if not base.is_dir():
-        raise Trouble("missing_file", f"The dataset folder {base} does not exist.", hint="Check the path.")
     paths, texts = _listing(base)
     if not paths:
         raise Trouble(
@@ -147,76 +171,30 @@ def _listing(base: Path) -> tuple[list[Path], set[str]]:
     return sorted(pictures), texts
 
 
-def _from_metadata(
-    path: Path, base: Path, file_keys: tuple[str, ...], notes: list[str], extras: tuple[str, ...]
-) -> Iterator[Item]:
-    if not path.is_file():
-        raise Trouble("missing_file", f"The metadata file {path} does not exist.")
-    text, encoding = decode_text(path.read_bytes())
-    if encoding not in ("utf-8", "utf-8-sig"):
-        notes.append(f"{path.name} was read as {encoding}.")
-    rows = _rows(path, text.lstrip("\ufeff"))
-    if not rows:
-        raise Trouble("empty_dataset", f"The metadata file {path} holds no rows.")
-    for number, row in enumerate(rows, start=1):
-        key = next((key for key in file_keys if row.get(key)), None)
-        if key is None:
-            raise Trouble(
-                "bad_metadata", f"Row {number} of {path.name} names no picture: its columns are {', '.join(map(str, row))}.",
-                hint=f"The picture's column must be called {' or '.join(file_keys)} (--data_file_keys).",
-            )  # fmt: skip
-        captions = _captions(row.get("prompt"), number, path)
-        more = read_extras(row, extras, number, path.name)
-        yield Item(path=base / str(row[key]), captions=captions, seed=_seed(row.get("seed"), number, path), **more)
-
-
-def _seed(seed, number: int, path: Path) -> int | None:
-    if seed is None or seed == "":
-        return None
-    if not str(seed).strip().isdigit():
-        raise Trouble("bad_metadata", f"The seed in row {number} of {path.name} is {seed!r}, not a whole number.")
-    return int(seed)
-
-
-def _captions(prompt, number: int, path: Path) -> tuple[str, ...]:
-    if prompt is None:
-        raise Trouble("bad_metadata", f"Row {number} of {path.name} has no column `prompt`.")
-    if isinstance(prompt, str):
-        return (prompt,)
-    if isinstance(prompt, list) and prompt and all(isinstance(one, str) for one in prompt):
-        return tuple(prompt)
-    raise Trouble("bad_metadata", f"The prompt in row {number} of {path.name} is neither text nor a list of texts.")
-
-
-def _rows(path: Path, text: str) -> list[dict]:
-    try:
-        if path.suffix.lower() == ".csv":
-            return list(csv.DictReader(io.StringIO(text, newline="")))
-        if path.suffix.lower() == ".jsonl":
-            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-        else:
-            rows = json.loads(text)
-    except (ValueError, csv.Error) as error:
-        raise Trouble("bad_metadata", f"The metadata file {path} cannot be read: {error}.") from None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise Trouble("bad_metadata", f"The metadata file {path} must hold a list of objects.")
-    return rows
+def _from_metadata(path: Path, base: Path, section, notes: list[str], *, edits: bool) -> Iterator[Item]:
+    for row in read_rows(path, section, notes, edits=edits):
+        pictures = tuple(Picture(base / name) for name in row.edits)
+        yield Item(path=base / row.picture, captions=row.captions, edits=pictures, seed=row.seed, **row.more)
 
 
 def _measured(items: list[Item], notes: list[str], index: Path | None, *, skip_broken: bool) -> Dataset:
     known = _read_index(index)
+    paths = list(dict.fromkeys(path for item in items for path in item.files))
+    entries = dict(zip(paths, _entries(paths, known, until_broken=not skip_broken)))
     used: dict[str, list] = {}
     good: list[Item] = []
     broken: list[tuple[Path, str]] = []
-    for item, entry in zip(items, _entries(items, known, until_broken=not skip_broken)):
-        if isinstance(entry, OSError):
+    for item in items:
+        lost = next((path for path in item.files if isinstance(entries.get(path), OSError)), None)
+        if lost is not None:
             if not skip_broken:
-                raise _broken(item.path, entry) from None
-            broken.append((item.path, str(entry)))
+                raise _broken(lost, entries[lost]) from None
+            broken.append((lost, str(entries[lost])))
             continue
-        used[str(item.path.absolute())] = entry
-        width, height, digest = entry[2:]
-        good.append(replace(item, width=width, height=height, digest=digest))
+        used |= {str(path.absolute()): entries[path] for path in item.files}
+        width, height, digest = entries[item.path][2:]
+        edits = tuple(Picture(one.path, *entries[one.path][2:]) for one in item.edits)
+        good.append(replace(item, width=width, height=height, digest=digest, edits=edits))
     if not good:
         raise Trouble("empty_dataset", f"None of the {len(items)} pictures can be read.")
     notes += [f"{path.name} cannot be read and is left out: {why}." for path, why in broken]
@@ -235,17 +213,27 @@ def _broken(path: Path, error: OSError) -> Trouble:
     )  # fmt: skip
 
 
-def _entries(items: list[Item], known: dict[str, list], *, until_broken: bool) -> list[list | OSError]:
-    """What is to be known of each picture's file, or why it cannot be. `until_broken`: the list ends with the first that cannot.
+def measure(paths: Iterable[Path]) -> tuple[Picture, ...]:
+    """Pictures that belong to no dataset, with their sizes and digests. Raises Trouble for the first that cannot be read."""
+    found = []
+    for path in paths:
+        entry = _measure(path)
+        if isinstance(entry, OSError):
+            raise _broken(path, entry)
+        found.append(Picture(path, *entry[2:]))
+    return tuple(found)
+
+
+def _entries(paths: list[Path], known: dict[str, list], *, until_broken: bool) -> list[list | OSError]:
+    """What is to be known of each picture file, or why it cannot be. `until_broken`: the list ends with the first that cannot.
 
     Files that are not known yet are read by several threads, for reading and hashing let each other run.
     """
-    found = [_known(item.path, known) for item in items]
+    found = [_known(path, known) for path in paths]
     missing = [number for number, entry in enumerate(found) if entry is None]
     pool = ThreadPoolExecutor(READERS)
     try:
-        paths = [items[number].path for number in missing]
-        for number, entry in zip(missing, pool.map(_measure, paths)):
+        for number, entry in zip(missing, pool.map(_measure, [paths[number] for number in missing])):
             found[number] = entry
             if until_broken and isinstance(entry, OSError):
                 return found[: number + 1]

@@ -8,6 +8,7 @@ from types import ModuleType
 
 from backend.schema.messages import Trouble
 
+EDIT = "edit_image"  # the column of pictures that a sample is edited from
 DISTILL = ("seed", "rand_device", "num_inference_steps", "cfg_scale")
 
 

@@ -84,6 +84,8 @@ def test_a_prompt_may_be_a_list_of_which_one_is_drawn(tmp_path: Path):
         ('[{"image": "a.png"}]', "no column `prompt`"),
         ('[{"image": "gone.png", "prompt": "x"}]', "gone.png does not exist"),
         ('[{"image": "a.png", "prompt": 3}]', "neither text nor a list"),
+        ('[{"image": "a.png", "prompt": "x"}, {"image": " ", "prompt": "x"}]', "Row 2 of m.json names no picture: its image is empty"),
+        ('[{"image": ["a.png"], "prompt": "x"}]', "['a.png'] under image, which is no file's name"),
     ],
 )
 def test_what_is_wrong_with_a_table_is_said(tmp_path: Path, content: str, words: str):
@@ -184,3 +186,60 @@ def test_prompts_are_lines_or_a_file_of_lines(tmp_path: Path):
     file.write_text("one\n\n two \n", encoding="utf-16")
     assert lines_of(str(file)) == lines_of("one\ntwo") == ["one", "two"]
     assert lines_of("a picture of readme.txt") == ["a picture of readme.txt"]
+
+
+def table(folder: Path, *rows: dict) -> str:
+    (folder / "m.json").write_text(json.dumps(rows))
+    return str(folder / "m.json")
+
+
+def test_pictures_that_samples_are_edited_from(tmp_path: Path):
+    for name, size in (("a.png", (32, 24)), ("b.png", (48, 16)), ("c/d.png", (20, 20))):
+        picture(tmp_path / name, size)
+    one, several = {"image": "a.png", "prompt": "x", "edit_image": "b.png"}, {"image": "b.png", "prompt": "y", "edit_image": ["a.png", "c/d.png"]}  # fmt: skip
+    named = {"dataset_metadata_path": table(tmp_path, one, several), "data_file_keys": ("image", "edit_image")}
+    section = replace(DatasetSection(), dataset_base_path=str(tmp_path), **named)
+    first, second = read_dataset(section, edits=True).items
+    assert [(one.path.name, one.width, one.height) for one in second.edits] == [("a.png", 32, 24), ("d.png", 20, 20)]
+    assert first.edits[0].digest == second.digest and second.edits[0].digest == first.digest
+    assert all(item.edits == () for item in read_dataset(section).items)
+    (tmp_path / "m.csv").write_text("image,prompt,edit_image\na.png,x,b.png\nb.png,y,a.png\n")
+    items = read_dataset(replace(section, dataset_metadata_path=str(tmp_path / "m.csv")), edits=True).items
+    assert [one.path.name for item in items for one in item.edits] == ["b.png", "a.png"]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({}, "Row 1 of m.json does not say which picture it is edited from"),
+        ({"edit_image": ""}, "it has no edit_image"),
+        ({"edit_image": []}, "it has no edit_image"),
+        ({"edit_image": ["a.png", 3]}, "neither a file's name nor a list of them"),
+        ({"edit_image": "gone.png"}, "gone.png does not exist"),
+        ({"edit_image": ["a.png", "b.png"]}, "b.png cannot be read (it is empty or no picture)"),
+    ],
+)
+def test_what_is_wrong_with_a_picture_to_edit_is_said(tmp_path: Path, more: dict, words: str):
+    picture(tmp_path / "a.png")
+    (tmp_path / "b.png").write_bytes(b"no picture")
+    section = replace(DatasetSection(), dataset_base_path=str(tmp_path))
+    section = replace(section, dataset_metadata_path=table(tmp_path, {"image": "a.png", "prompt": "x", **more}))
+    with pytest.raises(Trouble) as caught:
+        read_dataset(section, edits=True)
+    assert words in str(caught.value)
+    assert len(read_dataset(section).items) == 1  # a model that edits nothing does not look at the column
+
+
+def test_a_sample_whose_picture_to_edit_is_broken_is_left_out_when_asked(tmp_path: Path):
+    picture(tmp_path / "a.png")
+    (tmp_path / "b.png").write_bytes(b"no picture")
+    rows = [{"image": "a.png", "prompt": "x", "edit_image": name} for name in ("b.png", "a.png")]
+    section = replace(DatasetSection(), dataset_base_path=str(tmp_path), dataset_metadata_path=table(tmp_path, *rows))
+    data = read_dataset(replace(section, skip_broken_pictures=True), edits=True)
+    assert len(data.items) == 1 and data.broken[0][0].name == "b.png" and "b.png" in data.notes[0]
+
+
+def test_a_plain_folder_cannot_say_what_its_pictures_are_edited_from(tmp_path: Path):
+    picture(tmp_path / "a.png")
+    with pytest.raises(Trouble, match="columns image, prompt and edit_image"):
+        read_dataset(replace(DatasetSection(), dataset_base_path=str(tmp_path)), edits=True)
