@@ -6,6 +6,7 @@ private, so a change of a weight never reaches the file.
 
 from __future__ import annotations
 
+import errno
 import mmap
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -44,7 +45,8 @@ def load_part(
     """The network of `part` with its weights, in eval mode and without gradients.
 
     `dtype`: of the floating-point parameters; None keeps what is stored. `on_bytes(done, total)` is told of progress.
-    Peak memory: what is cast or moved, one tensor at a time. Raises Trouble where the file and the class do not agree.
+    Peak memory: what is cast or moved, one tensor at a time. Raises Trouble where the file and the class do not agree, and what says that
+    memory ran out as it is.
     """
     module = build_meta(part)
     total, done = part.nbytes, 0
@@ -150,6 +152,8 @@ def open_maps(files: Iterable[Path]) -> dict[Path, mmap.mmap]:
         except FileNotFoundError:
             raise Trouble("missing_file", f"{path} is no longer there.", hint="Was it moved or renamed?") from None
         except (OSError, ValueError) as error:
+            if getattr(error, "errno", None) == errno.ENOMEM:
+                raise
             raise Trouble("damaged", f"{path} cannot be read: {error}.") from None
     return maps
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from backend.catalog.spec import PartSpec
-from backend.engine import load, memory
+from backend.engine import memory
 from backend.engine.calls import Call, watch
 from backend.engine.held import Pass
 from backend.engine.motion import Motion, cast_bytes, cast_on_the_way, find_layers, source_of
@@ -32,7 +32,7 @@ from backend.engine.residence import Residence
 from backend.engine.staging import most_that_fit
 from backend.engine.states import State, States, check_files, check_limit, read_states
 from backend.engine.stream import Reader
-from backend.engine.units import Unit, convert, find_units, stored_layout
+from backend.engine.units import Unit, convert, find_units, move_others, stored_layout
 from backend.schema.vram import VramConfig
 
 _PLACED = "_placement"  # the attribute of a placed module
@@ -56,8 +56,7 @@ def place(
 
     `vram_limit_bytes`: how much of the computing device this part's weights, staging included, may take for blocks to wait in the preparing
     state; None: all blocks may, 0: none. `resident`: numbers of the blocks that may instead (a plan's choice). `device` computes where `config` names none, in the dtype of the file (bfloat16 for 8-bit files).
-    `staging`: buffers for fetched blocks, 2 or 3. `split_bytes`: larger blocks move in pieces, child by child. `reader` reads files. `on_bytes(done, total)` is told of progress.
-    Raises Trouble for a setting that makes no sense.
+    `staging`: buffers for fetched blocks, 2 or 3. `split_bytes`: larger blocks move in pieces, child by child. `reader` reads files. `on_bytes(done, total)` is told of progress. Raises Trouble for a setting that makes no sense.
     """
     check_limit(vram_limit_bytes)
     stored = getattr(torch, part.storage, None)
@@ -66,7 +65,11 @@ def place(
     check_files(part, states)
     units = find_units(module, part, states.computation.dtype, split_bytes)
     placement = Placement(module, part, units, states, vram_limit_bytes, resident, staging, reader or Reader())
-    placement._fill(on_bytes)
+    try:
+        placement._fill(on_bytes)
+    except BaseException:  # no memory, or cancelled: nothing of it stays, and the module can be placed again
+        placement.close()
+        raise
     module.__dict__[_PLACED] = placement
     return placement
 
@@ -97,7 +100,7 @@ class Placement:
         self.motion.make_parameters(self.units)
         self.layers = find_layers(self.units)
         self._hooks = [] if states.resident else watch(self)
-        _move_others(module, self._by_name, self.device)
+        move_others(module, self.units, self.device)
 
     @property
     def blocks(self) -> list[Unit]:
@@ -116,9 +119,7 @@ class Placement:
 
     def held_bytes(self) -> dict[str, int]:
         """Private bytes by purpose: "stored" (waiting or staying; views of the mapped file count nothing), "staging"."""
-        found = {
-            id(stored): stored for unit in self.units for stored in (unit.stored, unit.parked, unit.ready) if stored
-        }
+        found = {id(one): one for unit in self.units for one in (unit.stored, unit.parked, unit.ready) if one}
         return {
             "stored": sum(stored.private_bytes for stored in found.values()),
             "staging": self.motion.staging_bytes(),
@@ -127,6 +128,15 @@ class Placement:
     def resident_blocks(self) -> tuple[int, ...]:
         """The numbers of the blocks that need not be fetched, as far as they have been used."""
         return tuple(index for index, unit in enumerate(self.blocks) if not self.motion.streams(unit))
+
+    def staying(self) -> tuple[int, ...]:
+        """The numbers of the blocks that are to stay on the computing device while the part is called."""
+        if self.states.onload.device == self.device:
+            return tuple(range(len(self.blocks)))
+        if self.resident is None and self.limit_bytes is not None:
+            return self.resident_blocks()
+        chosen = self._choose()
+        return tuple(index for index, unit in enumerate(self.blocks) if unit.position in chosen)
 
     def is_ready(self, name: str) -> bool:
         """Whether the parameter `name` holds its numbers for good, and not only while its block computes."""
@@ -287,13 +297,3 @@ class Placement:
                 layouts += [] if preparing is None else [stored_layout(layer.unit, preparing.dtype)]
                 largest = max(largest, *(cast_bytes(layer, layout) for layout in layouts))
         return largest
-
-
-def _move_others(module: nn.Module, known: dict[str, Unit], device: torch.device) -> None:
-    """What is not in the file (rotary tables, adapters added before) goes to the computing device and stays there."""
-    load.move_rest(module, device)
-    owned = {id(getattr(owner, leaf)) for unit in known.values() for places in unit.targets for owner, leaf in places}
-    for name, parameter in module.named_parameters():
-        if id(parameter) not in owned:
-            assert parameter.device.type != "meta", f"{name} has no memory and is not in the file"
-            parameter.data = parameter.data.to(device)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from backend.catalog.spec import PartSpec, TensorAt
-from backend.engine.load import TORCH_DTYPES, read_tensor
+from backend.engine.load import TORCH_DTYPES, move_rest, read_tensor
 from backend.engine.quantize import cast, has_special, is_float8, store
 from backend.engine.states import State
 from backend.engine.stream import Layout, Span, lay_out, spans_of
@@ -261,3 +261,13 @@ def convert(
 
 def _cast_new(codes: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
     return cast(codes, torch.empty(codes.shape, dtype=torch.float32), factor=factor)
+
+
+def move_others(module: nn.Module, units: list[Unit], device: torch.device) -> None:
+    """What is in no unit (rotary tables, adapters added before) goes to the computing device and stays there."""
+    move_rest(module, device)
+    owned = {id(getattr(owner, leaf)) for unit in units for places in unit.targets for owner, leaf in places}
+    for name, parameter in module.named_parameters():
+        if id(parameter) not in owned:
+            assert parameter.device.type != "meta", f"{name} has no memory and is not in the file"
+            parameter.data = parameter.data.to(device)
