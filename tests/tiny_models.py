@@ -40,6 +40,28 @@ def make_qwen_image(folder: Path, *, num_layers: int = 2, seed: int = 0, max_sha
     return folder
 
 
+EDIT_CLASSES = {"edit": "QwenImageEditPipeline", "edit-2509": "QwenImageEditPlusPipeline", "edit-2511": "QwenImageEditPlusPipeline"}
+
+
+def make_qwen_edit(folder: Path, variant: str = "edit", *, seed: int = 0) -> Path:
+    """A Qwen-Image-Edit as tiny as `make_qwen_image`'s, in the folder that a stranger downloads: its class in model_index.json, the
+    vision tower among the text encoder's weights, a processor with a tokenizer of its own."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    make_qwen_image(folder, seed=seed)
+    Qwen2VLImageProcessorPil().save_pretrained(folder / "processor")
+    for path in (folder / "tokenizer").iterdir():
+        shutil.copy(path, folder / "processor")
+    index = json.loads((folder / "model_index.json").read_text())
+    index |= {"_class_name": EDIT_CLASSES[variant], "processor": ["transformers", "Qwen2VLProcessor"]}
+    index["_reference_pixels"] = 64 * 64
+    (folder / "model_index.json").write_text(json.dumps(index))
+    if variant == "edit-2511":
+        config = folder / "transformer" / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "zero_cond_t": True}))
+    return folder
+
+
 def _qwen_parts(num_layers: int) -> dict:
     from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration

@@ -16,13 +16,30 @@ def completed(spec: ModelSpec, family: ModuleType) -> ModelSpec:
     root = root_of(spec, family)
     if root is None:
         return spec
-    schedule, tokenizer = read_object(root / "scheduler" / "scheduler_config.json"), root / "tokenizer"
+    schedule = read_object(root / "scheduler" / "scheduler_config.json")
     return replace(
         spec,
         path=root,
         scheduler=schedule or spec.scheduler,
-        tokenizer=spec.tokenizer or (tokenizer if tokenizer.is_dir() else None),
+        tokenizer=spec.tokenizer or tokenizer_in(root),
+        processor=spec.processor or processor_in(root),
     )
+
+
+def tokenizer_in(root: Path | None) -> Path | None:
+    """The tokenizer in a model's folder: its own, or the one that a processor is made of."""
+    if root is None:
+        return None
+    if (root / "tokenizer").is_dir():
+        return root / "tokenizer"
+    words = ("tokenizer.json", "vocab.json")
+    return root / "processor" if any((root / "processor" / name).is_file() for name in words) else None
+
+
+def processor_in(root: Path | None) -> Path | None:
+    """The processor of pictures in a model's folder."""
+    found = root / "processor" if root is not None else None
+    return found if found is not None and (found / "preprocessor_config.json").is_file() else None
 
 
 def root_of(spec: ModelSpec, family: ModuleType) -> Path | None:

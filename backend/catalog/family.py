@@ -21,6 +21,9 @@ and, unless it is only a set of name maps, the functions that `docs/architecture
 
     LORA_SIGNS: tuple[LoraSign, ...]              (may be absent) how LoRA files for it are known
     LORA_NAMES: dict[str, str]                    (may be absent) layout -> the dialect its files are named in, if not the first
+    tell_variant(variant, class_name, config, path) -> tuple[str, str, str] | None      a variant that a transformer's tensors do not show: its
+                                                  name, its title, and by what; from model_index.json, config and place of the file
+    VARIANT_CONFIG: dict[str, dict]               (may be absent) variant -> keyword arguments of the transformer's class that it needs
     WHOLE_CONFIG: dict                            (may be absent) keyword arguments by which the class has the modules of all variants
 """
 
@@ -38,6 +41,7 @@ class Part:
     phase: str  # "text" | "denoise" | "decode": when it is needed on the card
     files: tuple[str, ...] = ("diffusion_pytorch_model*.safetensors", "model*.safetensors")
     needed: bool = True  # no picture without it
+    variants: tuple[str, ...] = ()  # the variants that have it; empty: all. Others leave it in its file
     blocks: tuple[str, ...] = ()  # module lists whose members are moved one at a time: ("transformer_blocks",)
     config: dict = field(default_factory=dict)  # keyword arguments of the class where no config.json lies beside
     config_key: str = ""  # the entry of config.json that holds them ("text_config"); the whole file where it is absent
@@ -48,6 +52,9 @@ class Part:
     keep_precise: tuple[
         str, ...
     ] = ()  # kinds of module that stay in the computing dtype when weights are stored in FP8
+
+    def of_variant(self, variant: str) -> bool:
+        return not self.variants or variant in self.variants
 
 
 @dataclass(frozen=True)

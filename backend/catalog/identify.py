@@ -8,21 +8,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-from backend.catalog.header import read_header
-from backend.catalog.lora_kind import PICKLES, identify_lora, is_adapter
+from backend.catalog import beside
+from backend.catalog.heaps import WEIGHTS, Heap, component_files, groups, heap_of, indexed, merged, walk
+from backend.catalog.lora_kind import identify_lora, is_adapter
 from backend.catalog.parts import Found, find_parts, read_json
-from backend.catalog.spec import ModelSpec, TensorAt
+from backend.catalog.spec import ModelSpec, PartSpec
 from backend.schema.messages import Trouble
 
 __all__ = ["identify_files", "identify_lora", "identify_model"]
-
-SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})$")
-WEIGHTS = (".safetensors", ".gguf")
-VARIANTS = ("", ".bf16", ".fp16", ".fp32", ".non_ema")  # of a file's name, the plain one first
 
 STRANGERS = (  # what else there is, by a name that only it has
     (r"(?:^|\.)(?:control_model|controlnet_\w+|control_layers)\.", "a ControlNet"),
@@ -33,16 +30,6 @@ STRANGERS = (  # what else there is, by a name that only it has
     (r"(?:^|\.)emb_params$|^string_to_param\.", "a textual inversion"),
 )
 PathLike = str | os.PathLike
-
-
-@dataclass(frozen=True)
-class Heap:
-    """Files that belong together (one file, or all shards of one network) and everything they hold."""
-
-    files: tuple[Path, ...]
-    folder: Path
-    tensors: dict[str, TensorAt]
-    metadata: dict[str, str]
 
 
 def identify_model(path: PathLike | Sequence[PathLike], families: Iterable[ModuleType]) -> ModelSpec:
@@ -58,11 +45,11 @@ def identify_model(path: PathLike | Sequence[PathLike], families: Iterable[Modul
     if any((path / name).is_dir() for name in components):
         return _pipeline_folder(path, tuple(families))
     if (path / "config.json").is_file():
-        return _model([_heap(_component_files(path))], tuple(families), path)
-    files = sorted(found for found in _walk(path) if found.suffix in WEIGHTS)
+        return _model([heap_of(component_files(path))], tuple(families), path)
+    files = sorted(found for found in walk(path) if found.suffix in WEIGHTS)
     if not files:
         raise Trouble("not_recognised", f"{path} holds no model: no safetensors and no GGUF file in it.")
-    return _model([_heap(group) for group in _groups(files)], tuple(families), path)
+    return _model([heap_of(group) for group in groups(files)], tuple(families), path)
 
 
 def identify_files(paths: Iterable[PathLike | Sequence[PathLike]], families: Iterable[ModuleType]) -> ModelSpec:
@@ -70,31 +57,18 @@ def identify_files(paths: Iterable[PathLike | Sequence[PathLike]], families: Ite
     heaps = []
     for path in paths:
         if isinstance(path, list | tuple):
-            heaps.append(_heap(tuple(Path(shard) for shard in path)))
+            heaps.append(heap_of(tuple(Path(shard) for shard in path)))
         elif Path(path).is_dir():
-            heaps.append(_heap(_component_files(Path(path))))
+            heaps.append(heap_of(component_files(Path(path))))
         elif Path(path).name.endswith(".index.json"):
-            heaps.append(_heap(_indexed(Path(path))))
+            heaps.append(heap_of(indexed(Path(path))))
         else:
-            heaps.extend(_heap(group) for group in _groups([Path(path)]))
-    merged = _merged(heaps)
-    first = merged[0].files[0] if merged else None
-    if len(merged) > 1:
-        merged = _as_one(merged, tuple(families))
-    return _model(merged, tuple(families), first if len(heaps) == 1 else None)
-
-
-def _merged(heaps: list[Heap]) -> list[Heap]:
-    """Shards that were named one by one become one heap again."""
-    groups: dict[tuple, list[Heap]] = {}
-    for heap in heaps:
-        match = SHARD.match(heap.files[0].stem) if len(heap.files) == 1 else None
-        key = (heap.folder, match["stem"]) if match else heap.files
-        groups.setdefault(key, []).append(heap)
-    return [
-        group[0] if len(group) == 1 else _heap(tuple(sorted(f for heap in group for f in heap.files)))
-        for group in groups.values()
-    ]
+            heaps.extend(heap_of(group) for group in groups([Path(path)]))
+    whole = merged(heaps)
+    first = whole[0].files[0] if whole else None
+    if len(whole) > 1:
+        whole = _as_one(whole, tuple(families))
+    return _model(whole, tuple(families), first if len(heaps) == 1 else None)
 
 
 def _as_one(heaps: list[Heap], families: tuple[ModuleType, ...]) -> list[Heap]:
@@ -105,7 +79,7 @@ def _as_one(heaps: list[Heap], families: tuple[ModuleType, ...]) -> list[Heap]:
     alike = all(any(one & other for other in beginnings if other is not one) for one in beginnings)
     if not pieces or not alike or len(set(names)) < len(names):
         return heaps
-    return [_heap(tuple(file for heap in heaps for file in heap.files))]
+    return [heap_of(tuple(file for heap in heaps for file in heap.files))]
 
 
 def _is_whole(heap: Heap, families: tuple[ModuleType, ...]) -> bool:
@@ -115,18 +89,10 @@ def _is_whole(heap: Heap, families: tuple[ModuleType, ...]) -> bool:
         return False
 
 
-def _walk(folder: Path) -> Iterable[Path]:
-    for found in folder.iterdir():
-        if found.is_dir():
-            yield from (inner for inner in found.iterdir() if inner.is_file())
-        elif found.is_file():
-            yield found
-
-
 def _pipeline_folder(path: Path, families: tuple[ModuleType, ...]) -> ModelSpec:
     said = read_json(path / "model_index.json") or {}
     folders = sorted({part.folder for family in families for part in family.PARTS.values()})
-    heaps = [_heap(_component_files(path / name)) for name in folders if (path / name).is_dir()]
+    heaps = [heap_of(component_files(path / name)) for name in folders if (path / name).is_dir()]
     pieces = [(heap, find_parts(heap.tensors, heap.metadata, families, folder=heap.folder)) for heap in heaps]
     evidence = [f"model_index.json says {said['_class_name']}"] if isinstance(said.get("_class_name"), str) else []
     unknown = [heap for heap, found in pieces if not found]
@@ -134,90 +100,6 @@ def _pipeline_folder(path: Path, families: tuple[ModuleType, ...]) -> ModelSpec:
         raise _stranger(unknown[0])
     evidence += [f"{heap.folder.name}: of no known kind, left alone" for heap in unknown]
     return _assembled([piece for piece in pieces if piece[1]], families, path, tuple(evidence))
-
-
-def _component_files(folder: Path) -> tuple[Path, ...]:
-    """The weight files of one component's folder: by its index, else all shards, else the one file (the plainest variant)."""
-    indexes = sorted(folder.glob("*.safetensors.index.json"), key=lambda found: len(found.name))
-    indexes = indexes or sorted(folder.glob("*.bin.index.json"), key=lambda found: len(found.name))
-    if indexes:
-        return _indexed(indexes[0])
-    inside = sorted(found for found in folder.iterdir() if found.is_file())
-    files = [found for found in inside if found.suffix in WEIGHTS] or [
-        found for found in inside if found.suffix in PICKLES
-    ]
-    if not files:
-        raise Trouble(
-            "missing_file", f"{folder} holds no weights: no safetensors file in it.", hint="Download it again."
-        )
-    groups = list(_groups(files))
-    return min(groups, key=lambda group: (_variant(group[0]), len(group[0].name)))
-
-
-def _variant(path: Path) -> int:
-    stem = SHARD.match(path.stem)
-    name = stem["stem"] if stem else path.stem
-    return next((rank for rank, variant in enumerate(VARIANTS) if variant and name.endswith(variant)), 0)
-
-
-def _indexed(index: Path) -> tuple[Path, ...]:
-    """The shards that an index names; one that is missing is named."""
-    said = read_json(index)
-    if said is None:
-        raise Trouble("missing_file", f"There is no file {index}.", hint="Check the path.")
-    weights = said.get("weight_map")
-    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights.values()):
-        raise Trouble("damaged", f"{index.name} has no usable weight_map.", hint="Download it again.")
-    names = sorted(set(weights.values()))
-    if any(Path(name).name != name for name in names):
-        raise Trouble("damaged", f"{index.name} names files outside its folder.", hint="Download it again.")
-    missing = [name for name in names if not (index.parent / name).is_file()]
-    if missing:
-        raise Trouble(
-            "missing_file",
-            f"{index.parent.name} lacks {len(missing)} of {len(names)} files: {missing[0]} for one.",
-            hint="Download the missing files.",
-            detail="\n".join(missing),
-        )
-    return tuple(index.parent / name for name in names)
-
-
-def _groups(files: list[Path]) -> Iterable[tuple[Path, ...]]:
-    """Single files, and for every shard all shards of its set; a missing one is named."""
-    done = set()
-    for path in files:
-        match = SHARD.match(path.stem)
-        if not match:
-            yield (path,)
-            continue
-        if (path.parent, match["stem"]) in done:
-            continue
-        done.add((path.parent, match["stem"]))
-        count = int(match["count"])
-        if not 0 < count <= 10_000:
-            raise Trouble("damaged", f"{path.name} says it is one of {count}.", hint="Check the file's name.")
-        shards = [
-            path.with_name(f"{match['stem']}-{number:05d}-of-{match['count']}{path.suffix}")
-            for number in range(1, count + 1)
-        ]
-        missing = [shard.name for shard in shards if not shard.is_file()]
-        if missing:
-            raise Trouble(
-                "missing_file",
-                f"{path.parent} lacks {len(missing)} of {count} files of {match['stem']}: {missing[0]} for one.",
-                hint="Download the missing files.",
-                detail="\n".join(missing),
-            )
-        yield tuple(shards)
-
-
-def _heap(files: Sequence[Path]) -> Heap:
-    tensors, metadata = {}, {}
-    for path in files:
-        header = read_header(path)
-        tensors.update(header.tensors)
-        metadata.update(header.metadata)
-    return Heap(tuple(files), files[0].parent, tensors, metadata)
 
 
 def _parts_of(heap: Heap, families: tuple[ModuleType, ...]) -> list[Found]:
@@ -276,22 +158,56 @@ def _assembled(
                 raise Trouble("not_recognised", f"Two files hold the {name}: {names}.", hint="Name only one of them.")
             chosen[name] = found
             notes.append(_why(found, heap))
-    missing = tuple(name for name, part in family.PARTS.items() if part.needed and name not in chosen)
+    variant, title, by = _variant_of(chosen, family, path)
+    notes += [by] if by else []
     leading = chosen.get("dit") or next(iter(chosen.values()))
+    parts = {name: found.spec for name, found in chosen.items()}
+    if variant is not None:
+        parts["dit"] = _as_variant(parts["dit"], variant, family)
+        parts = fitting(parts, variant, family)
     folder = path if path is not None and path.is_dir() else None
-    tokenizer = folder / "tokenizer" if folder and (folder / "tokenizer").is_dir() else None
     scheduler = read_json(folder / "scheduler" / "scheduler_config.json") if folder else None
     return ModelSpec(
         family=family.NAME,
-        title=leading.signature.title or family.TITLE,
-        variant=leading.signature.variant,
-        parts={name: found.spec for name, found in chosen.items()},
+        title=title or leading.signature.title or family.TITLE,
+        variant=variant or leading.signature.variant,
+        parts=parts,
         path=path,
-        missing=missing,
+        missing=missing_of(parts, variant, family),
         evidence=tuple(notes),
-        tokenizer=tokenizer,
+        tokenizer=beside.tokenizer_in(folder),
+        processor=beside.processor_in(folder),
         scheduler=scheduler or dict(getattr(family, "SCHEDULER", {})),
     )
+
+
+def fitting(parts: dict[str, PartSpec], variant: str, family: ModuleType) -> dict[str, PartSpec]:
+    """Of `parts`, those that `variant` has; what else lies in the files stays there."""
+    return {name: part for name, part in parts.items() if family.PARTS[name].of_variant(variant)}
+
+
+def missing_of(parts: Iterable[str], variant: str | None, family: ModuleType) -> tuple[str, ...]:
+    """Parts without which `variant` (None: it cannot be told) makes no picture."""
+    return tuple(
+        name for name, part in family.PARTS.items() if part.needed and part.of_variant(variant or "") and name not in parts
+    )
+
+
+def _variant_of(chosen: dict[str, Found], family: ModuleType, path: Path | None) -> tuple[str | None, str, str]:
+    """(variant, its title, by what) of the denoiser: by its tensors, or by what lies beside it and how it is called; None without one."""
+    if "dit" not in chosen:
+        return None, "", ""
+    found = chosen["dit"]
+    tell = getattr(family, "tell_variant", None)
+    root = path if path is not None and path.is_dir() else found.spec.files[0].parent.parent
+    said = beside.read_object(root / "model_index.json").get("_class_name", "")
+    told = tell(found.signature.variant, str(said), found.spec.config, found.spec.files[0]) if tell else None
+    return told or (found.signature.variant, found.signature.title, "")
+
+
+def _as_variant(part: PartSpec, variant: str, family: ModuleType) -> PartSpec:
+    """`part` with the settings of its class that `variant` has, and its tensors do not show."""
+    return replace(part, config={**part.config, **getattr(family, "VARIANT_CONFIG", {}).get(variant, {})})
 
 
 def _family_of(found: list[Found]) -> ModuleType:

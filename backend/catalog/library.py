@@ -11,7 +11,8 @@ from types import ModuleType
 
 from backend.catalog import remembered
 from backend.catalog.header import read_layout
-from backend.catalog.identify import SHARD, identify_model
+from backend.catalog.heaps import SHARD
+from backend.catalog.identify import identify_model
 from backend.catalog.lora_facts import THUMBNAILS
 from backend.catalog.lora_kind import lora_of
 from backend.catalog.remembered import Memory, lora_from_values, model_from_values, write_json

@@ -3,6 +3,10 @@ Wan project."""
 
 from __future__ import annotations
 
+import math
+import re
+from pathlib import Path
+
 from backend.catalog.family import LoraSign, Rule, Signature
 
 LAYERED, EDIT_2511 = "time_text_embed.addition_t_embedding.weight", "__index_timestep_zero__"
@@ -30,6 +34,12 @@ SIGNATURES = (
         must_not=("layers.{}.self_attn.q_norm.weight",),
     ),
     Signature(
+        part="vision",
+        variant="base",
+        title="Qwen2.5-VL's vision tower",
+        must=("blocks.{}.attn.qkv.bias", "blocks.{}.mlp.gate_proj.bias", "patch_embed.proj.weight", "merger.ln_q.weight"),
+    ),
+    Signature(
         part="vae",
         variant="base",
         title="Qwen-Image VAE",
@@ -50,6 +60,46 @@ SIGNATURES = (
         dialect="wan",
     ),
 )
+
+TITLES = {
+    "base": "Qwen-Image",
+    "edit": "Qwen-Image-Edit",
+    "edit-2509": "Qwen-Image-Edit-2509",
+    "edit-2511": "Qwen-Image-Edit-2511",
+    "layered": "Qwen-Image-Layered",
+}
+EDITING = ("edit", "edit-2509", "edit-2511")  # variants that are given pictures
+VARIANT_CONFIG = {"edit-2511": {"zero_cond_t": True}}
+_CLASSES = {  # of diffusers' pipelines, as model_index.json names them
+    "QwenImageEditPipeline": "edit",
+    "QwenImageEditInpaintPipeline": "edit",
+    "QwenImageEditPlusPipeline": "edit-2509",
+    "QwenImagePipeline": "base",
+}
+_NAMED = re.compile(r"qwen.?image", re.IGNORECASE)
+_CALLED_EDIT = re.compile(r"qwen.?image.*?edit(?:.*?(?P<when>2509|2511|plus))?", re.IGNORECASE)
+
+
+def tell_variant(variant: str, class_name: str, config: dict, path: Path) -> tuple[str, str, str] | None:
+    """(variant, title, by what) of a transformer whose tensors are those of Qwen-Image; None where nothing says that it edits.
+
+    By the pipeline's class in model_index.json and `zero_cond_t` in its config (Edit-2511), and else by how the file, or the nearest
+    folder above it that speaks of Qwen-Image, is called: the tensors of Qwen-Image, Edit and Edit-2509 have the same names.
+    """
+    if variant != "base":
+        return None
+    if config.get("zero_cond_t"):
+        return "edit-2511", TITLES["edit-2511"], "zero_cond_t in its configuration"
+    told = _CLASSES.get(class_name)
+    if told is not None:
+        return told, TITLES[told], ""
+    word = next((word for word in (path.stem, *[folder.name for folder in path.parents][:5]) if _NAMED.search(word)), "")
+    called = _CALLED_EDIT.search(word)
+    if called is None:
+        return None
+    told = {"2511": "edit-2511", "2509": "edit-2509", "plus": "edit-2509"}.get((called["when"] or "").lower(), "edit")
+    return told, TITLES[told], f"it is called {word}"
+
 
 _BLOCK = r"(?m)^transformer_blocks_\d+_"
 _NOT_OURS = ("single_transformer_blocks", "attn2", "_ff_", "norm1", r"blocks_\d+_attentions")
@@ -103,7 +153,7 @@ def original_vae() -> tuple[Rule, ...]:
 
 def config_from_shapes(part: str, shapes: dict[str, tuple[int, ...]]) -> dict:
     """The class's keyword arguments, from parameter shapes; what shapes cannot show is as in the published models."""
-    return {"dit": _dit_sizes, "text_encoder": _text_sizes, "vae": _vae_sizes}[part](shapes)
+    return {"dit": _dit_sizes, "text_encoder": _text_sizes, "vision": _vision_sizes, "vae": _vae_sizes}[part](shapes)
 
 
 def _dit_sizes(shapes: dict) -> dict:
@@ -138,6 +188,24 @@ def _text_sizes(shapes: dict) -> dict:
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [16, 24, 24]},
         "max_position_embeddings": 128000,
+    }
+
+
+def _vision_sizes(shapes: dict) -> dict:
+    width, channels, frames, side, _ = shapes["patch_embed.proj.weight"]
+    depth = _count(shapes, "blocks.")
+    return {
+        "depth": depth,
+        "hidden_size": width,
+        "intermediate_size": shapes["blocks.0.mlp.gate_proj.weight"][0],
+        "num_heads": max(width // 80, 1),
+        "in_channels": channels,
+        "patch_size": side,
+        "temporal_patch_size": frames,
+        "spatial_merge_size": math.isqrt(shapes["merger.mlp.0.weight"][0] // width),
+        "window_size": 112,
+        "out_hidden_size": shapes["merger.mlp.2.weight"][0],
+        "fullatt_block_indexes": [index for index in range(depth) if index % 8 == 7],
     }
 
 

@@ -12,7 +12,8 @@ from types import ModuleType
 from backend.catalog.spec import LoraSpec, ModelSpec, PartSpec, TensorAt
 from backend.schema.messages import Trouble, trouble_from_values
 
-VERSION = 3  # of what is remembered: raised when recognition changes
+VERSION = 4  # of what is remembered: raised when recognition changes
+PLACES = ("path", "tokenizer", "processor")  # fields of a ModelSpec that are paths
 
 
 class Memory:
@@ -112,7 +113,8 @@ def _values(spec: LoraSpec | ModelSpec) -> dict:
         return {one.name: getattr(spec, one.name) for one in fields(spec) if one.name != "path"}
     parts = {name: _part_values(part) for name, part in spec.parts.items()}
     plain = {one.name: getattr(spec, one.name) for one in fields(spec) if one.name != "parts"}
-    return {**plain, "parts": parts, "path": str(spec.path or ""), "tokenizer": str(spec.tokenizer or "")}
+    places = {name: str(getattr(spec, name) or "") for name in PLACES}
+    return {**plain, "parts": parts, **places}
 
 
 def lora_from_values(values: dict, path: Path) -> LoraSpec:
@@ -160,10 +162,9 @@ def _part_from_values(values: dict) -> PartSpec:
 def model_from_values(values: dict, path: Path) -> ModelSpec:
     values = dict(values)
     parts = {name: _part_from_values(dict(part)) for name, part in values.pop("parts").items()}
-    tokenizer, own = values.pop("tokenizer"), values.pop("path")
+    places = {name: Path(found) if (found := values.pop(name)) else None for name in PLACES}
     return ModelSpec(
         parts=parts,
-        path=Path(own) if own else None,
-        tokenizer=Path(tokenizer) if tokenizer else None,
+        **places,
         **{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()},
     )

@@ -23,7 +23,8 @@ from types import ModuleType
 
 from backend.catalog import download, hubs
 from backend.catalog.header import LARGEST_HEADER_BYTES, as_long_as
-from backend.catalog.identify import SHARD, identify_model
+from backend.catalog.heaps import SHARD
+from backend.catalog.identify import identify_model
 from backend.catalog.remembered import write_json
 from backend.catalog.spec import ModelSpec
 from backend.schema.messages import Trouble, trouble_from_values

@@ -56,6 +56,7 @@ class ModelSpec:
     missing: tuple[str, ...] = ()  # parts needed to make pictures that were not found
     evidence: tuple[str, ...] = ()
     tokenizer: Path | None = None
+    processor: Path | None = None  # of variants that look at pictures
     scheduler: dict = field(default_factory=dict)  # scheduler_config.json, or the family's default
 
     @property

@@ -11,7 +11,7 @@ import torch
 
 from backend import families
 from backend.catalog import beside, download
-from backend.catalog.identify import identify_files
+from backend.catalog.identify import fitting, identify_files, missing_of
 from backend.catalog.spec import ModelSpec
 from backend.schema.messages import Trouble
 from backend.schema.vram import VramConfig
@@ -94,7 +94,8 @@ def identify(
     if spec is None:
         raise Trouble("bad_value", "model_configs is empty.", hint="Name at least the transformer's file.")
     family = families.by_name(spec.family)
-    missing = tuple(name for name, part in family.PARTS.items() if part.needed and name not in parts)
+    parts = fitting(parts, spec.variant, family)
+    missing = missing_of(parts, spec.variant, family)
     return beside.completed(replace(spec, parts=parts, missing=missing, path=None), family), placed
 
 

@@ -1,4 +1,7 @@
-"""All families, found by listing this package: one module is one family. Importing them takes no torch."""
+"""All families, found by listing this package: one module is one family. Importing them takes no torch.
+
+A module whose name begins with an underscore is a piece of a family: functions that its module gives out as its own.
+"""
 
 import importlib
 import pkgutil
@@ -7,6 +10,7 @@ from types import ModuleType
 FAMILIES: tuple[ModuleType, ...] = tuple(
     importlib.import_module(f"{__name__}.{found.name}")
     for found in sorted(pkgutil.iter_modules(__path__), key=lambda found: found.name)
+    if not found.name.startswith("_")
 )
 
 

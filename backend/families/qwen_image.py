@@ -1,15 +1,32 @@
-"""Qwen-Image: text-to-image and image-to-image, as diffusers' QwenImagePipeline and QwenImageImg2ImgPipeline compute them.
+"""Qwen-Image: text-to-image, image-to-image and editing, as diffusers' QwenImagePipeline, QwenImageImg2ImgPipeline,
+QwenImageEditPipeline and QwenImageEditPlusPipeline compute them.
 
 Shapes: B pictures, C latent channels, h x w latent cells (8 pixels a side), S = h/2 * w/2 tokens, L text tokens, D text width.
-Only the language half of Qwen2.5-VL is loaded: its vision tower and `lm_head` have no part in making a picture from text.
+Qwen2.5-VL is two parts: its language half (`text_encoder`), and for the variants that edit its vision tower (`vision`). Its
+`lm_head` has no part in making a picture.
 """
 
 from __future__ import annotations
 
 from backend.catalog.family import Defaults, LoraTargets, NameMap, Part, SizeRule
-from backend.catalog.qwen_files import LORA_SIGNS, SIGNATURES, config_from_shapes, original_vae
+from backend.catalog.qwen_files import (
+    EDITING,
+    LORA_SIGNS,
+    SIGNATURES,
+    VARIANT_CONFIG,
+    config_from_shapes,
+    original_vae,
+    tell_variant,
+)
+from backend.families._qwen_pictures import edited_size, encode_references, load_processor, reference_pixels
+from backend.families._qwen_text import MAX_TOKENS, encode_text, load_tokenizer, most_tokens
+from backend.families._qwen_vae import TILES, decode, encode_image, use_flat_convolutions
+from backend.schema.messages import Trouble
 
-__all__ = ["LORA_SIGNS", "SIGNATURES", "config_from_shapes"]
+__all__ = [
+    "EDITING", "LORA_SIGNS", "MAX_TOKENS", "SIGNATURES", "TILES", "VARIANT_CONFIG", "config_from_shapes", "decode", "edited_size", "encode_image",
+    "encode_references", "encode_text", "load_processor", "load_tokenizer", "most_tokens", "reference_pixels", "tell_variant",
+]  # fmt: skip
 
 NAME = "qwen_image"
 TITLE = "Qwen-Image"
@@ -33,6 +50,16 @@ PARTS = {
         prefixes=("model.language_model.", "language_model.", "model."),
         unused=("visual.", "lm_head."),
         keep_precise=("norm", "embed_tokens", "rotary_emb"),
+    ),
+    "vision": Part(
+        network="transformers.models.qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VisionTransformerPretrainedModel",
+        folder="text_encoder",
+        phase="text",
+        variants=EDITING,
+        blocks=("blocks",),
+        config_key="vision_config",
+        prefixes=("model.visual.", "visual."),
+        keep_precise=("norm", "patch_embed", "merger"),
     ),
     "vae": Part(
         network="diffusers.models.autoencoders.autoencoder_kl_qwenimage:AutoencoderKLQwenImage",
@@ -77,94 +104,69 @@ BLOCK_STREAMS = ("transformer_blocks", ("encoder_hidden_states", "hidden_states"
 NOT_DRAWN = ("layered",)  # variants that need more than a prompt
 SIZES = SizeRule(multiple=16, pixels=1328 * 1328)
 
-TILES = (32, 24)  # latent cells a side of a tile, and from one to the next, as in diffusers
-MAX_TOKENS = 512  # text tokens that condition a picture, as in diffusers' call
-_TEMPLATE = (
-    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
-    "spatial relationships of the objects and background:<|im_end|>\n"
-    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-)
-_PREFIX_TOKENS = 34  # of the template before the prompt; their states are dropped
-
-
-def load_tokenizer(folder):
-    """The tokenizer in `folder`."""
-    from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
-
-    return Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
-
 
 def prepare(name: str, module) -> None:
     """Makes a freshly built part quicker without changing what it computes or how its parameters are called."""
     if name == "vae":
-        _use_flat_convolutions(module)
-
-
-def encode_text(parts: dict, prompts: list[str], *, device=None) -> list[dict]:
-    """One encoding per prompt: {"embeds": (L, D)} on `device`. Needs `text_encoder` and `tokenizer`. Differentiable."""
-    import torch
-
-    tokenizer, encoder = parts["tokenizer"], parts["text_encoder"]
-    device = device or next(encoder.parameters()).device
-    limit = MAX_TOKENS + _PREFIX_TOKENS
-    rows = [tokenizer(_TEMPLATE.format(prompt), truncation=True, max_length=limit)["input_ids"] for prompt in prompts]
-    longest = max(len(row) for row in rows)
-    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
-    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
-    if len(rows) > 1 and torch.is_grad_enabled():
-        states = _states_after_shared_start(encoder, ids, mask)
-    else:
-        states = encoder(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[:, _PREFIX_TOKENS:]
-    return [{"embeds": states[i, : len(row) - _PREFIX_TOKENS]} for i, row in enumerate(rows)]
-
-
-def _states_after_shared_start(encoder, ids, mask):
-    """Last states after the template's start, which runs once for the whole batch: in training most tokens are these.
-
-    Attention is causal, so the numbers are those of the plain call, and gradients reach the start through its keys and values.
-    """
-    import torch
-    from transformers import DynamicCache
-
-    places = torch.arange(ids.shape[1], device=ids.device)
-    start, cache = places[:_PREFIX_TOKENS], DynamicCache()
-    encoder(input_ids=ids[:1, :_PREFIX_TOKENS], position_ids=start[None], cache=cache, use_cache=True)
-    cache.batch_repeat_interleave(ids.shape[0])
-    return encoder(
-        input_ids=ids[:, _PREFIX_TOKENS:],
-        attention_mask=mask,
-        position_ids=places[None, _PREFIX_TOKENS:].expand(ids.shape[0], -1),
-        cache=cache,
-        use_cache=True,
-    ).last_hidden_state
+        use_flat_convolutions(module)
 
 
 def collate(encodings: list[dict], *, device=None, dtype=None) -> dict:
-    """Encodings of `encode_text` side by side: {"embeds": (B, L, D), "mask": (B, L) bool, or None where none is padded}."""
+    """Encodings of `encode_text` side by side: {"embeds": (B, L, D), "mask": (B, L) bool, or None where none is padded}, and, where
+    encodings have "references" (of `encode_references`), those as a tuple of (B, C, h_i, w_i). Raises Trouble where they differ in shape."""
     import torch
 
     embeds = [encoding["embeds"].to(device=device, dtype=dtype) for encoding in encodings]
     lengths = [len(rows) for rows in embeds]
     padded = torch.nn.utils.rnn.pad_sequence(embeds, batch_first=True)
-    if min(lengths) == max(lengths):
-        return {"embeds": padded, "mask": None}
-    places = torch.arange(padded.shape[1], device=padded.device)
-    return {"embeds": padded, "mask": places[None] < torch.tensor(lengths, device=padded.device)[:, None]}
+    cond = {"embeds": padded, "mask": None}
+    if min(lengths) != max(lengths):
+        places = torch.arange(padded.shape[1], device=padded.device)
+        cond["mask"] = places[None] < torch.tensor(lengths, device=padded.device)[:, None]
+    references = [tuple(encoding.get("references") or ()) for encoding in encodings]
+    if any(references):
+        cond["references"] = _references_together(references, device=device, dtype=dtype)
+    return cond
+
+
+def _references_together(references: list[tuple], *, device, dtype) -> tuple:
+    import torch
+
+    shapes = {tuple(tuple(one.shape) for one in some) for some in references}
+    if len(shapes) > 1:
+        sizes = " and ".join(sorted(", ".join(f"{w * 8} x {h * 8}" for _, h, w in some) or "none" for some in shapes))
+        raise Trouble(
+            "bad_value",
+            f"Samples that go through the model together need pictures to edit of the same sizes, and these have {sizes}.",
+            hint="Take them one at a time (batch size 1).",
+        )
+    return tuple(torch.stack(same).to(device=device, dtype=dtype) for same in zip(*references, strict=True))
 
 
 def predict(parts: dict, x, sigma, cond: dict):
-    """The velocity (noise - picture) at `x` (B, C, h, w) and `sigma` (B,) in [0, 1], given `collate`'s `cond`. Differentiable."""
+    """The velocity (noise - picture) at `x` (B, C, h, w) and `sigma` (B,) in [0, 1], given `collate`'s `cond`. Differentiable.
+
+    The tokens of `cond["references"]` stand behind the picture's, each reference in a grid of its own; Edit-2511 (`zero_cond_t`) takes
+    them as free of noise, which its network does by these grids.
+    """
+    import torch
+
     height, width = x.shape[-2] // 2, x.shape[-1] // 2
+    references = cond.get("references") or ()
+    grids = [(1, one.shape[-2] // 2, one.shape[-1] // 2) for one in (x, *references)]
+    tokens = pack(x)
+    if references:
+        tokens = torch.cat([tokens, *(pack(one.to(x.dtype)) for one in references)], dim=1)
     timestep = (sigma * 1000).to(x.dtype) / 1000  # in this order, so that it rounds as in diffusers
     velocity = parts["dit"](
-        hidden_states=pack(x),
+        hidden_states=tokens,
         timestep=timestep,
         encoder_hidden_states=cond["embeds"],
         encoder_hidden_states_mask=cond["mask"],
-        img_shapes=[[(1, height, width)]] * x.shape[0],
+        img_shapes=[grids] * x.shape[0],
         return_dict=False,
     )[0]
-    return unpack(velocity, height, width)
+    return unpack(velocity[:, : height * width], height, width)
 
 
 def guide(towards, away, scale: float):
@@ -212,85 +214,3 @@ def sigmas(scheduler: dict, num_steps: int, *, width: int, height: int):
     mu = tokens * slope + said.base_shift - slope * said.base_image_seq_len
     schedule.set_timesteps(sigmas=numpy.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
     return schedule.sigmas
-
-
-def encode_image(parts: dict, pixels, *, generator=None):
-    """Pixels (B, 3, H, W) in [-1, 1] as normalised latents (B, C, h, w): the mean, or with a `generator` a sample. Differentiable."""
-    import torch
-
-    vae = parts["vae"]
-    moments = _encode_moments(vae, pixels.unsqueeze(2))
-    mean, log_variance = moments.chunk(2, dim=1)
-    if generator is not None:
-        noise = torch.randn(mean.shape, generator=generator, device=generator.device, dtype=torch.float32)
-        mean = mean + torch.exp(0.5 * log_variance.clamp(-30.0, 20.0)) * noise.to(mean.device, mean.dtype)
-    shift, scale = _statistics(vae, mean)
-    return ((mean - shift) * (1.0 / scale)).squeeze(2)
-
-
-def decode(parts: dict, latents, *, tiled: bool | tuple[int, int] = False):
-    """Pixels (B, 3, H, W) in [-1, 1] of normalised latents (B, C, h, w). `tiled`: in pieces, for less memory; of 32 cells, 24 apart, or
-    of the two numbers given."""
-    vae = parts["vae"]
-    z = latents.unsqueeze(2)
-    shift, scale = _statistics(vae, z)
-    z = z / (1.0 / scale) + shift
-    size, stride = tiled if isinstance(tiled, tuple) else TILES
-    if tiled and max(z.shape[-2:]) > size:
-        return _decode_tiles(vae, z, size, stride).squeeze(2).clamp(-1, 1)
-    return vae.decoder(vae.post_quant_conv(z)).squeeze(2).clamp(-1, 1)
-
-
-def _decode_tiles(vae, z, size: int, stride: int):
-    """As AutoencoderKLQwenImage.tiled_decode cuts and blends, but one row of tiles at a time, and nothing is kept for a next frame."""
-    import torch
-
-    step, overlap = stride * 8, (size - stride) * 8
-    above, rows = [], []
-    for top in range(0, z.shape[-2], stride):
-        places = range(0, z.shape[-1], stride)
-        row = [vae.decoder(vae.post_quant_conv(z[..., top : top + size, left : left + size])) for left in places]
-        for index, tile in enumerate(row):
-            if above:
-                vae.blend_v(above[index], tile, overlap)
-            if index:
-                vae.blend_h(row[index - 1], tile, overlap)
-        rows.append(torch.cat([tile[..., :step, :step] for tile in row], dim=-1))
-        above = [tile[..., -overlap:, :].clone() for tile in row] if overlap else []
-    return torch.cat(rows, dim=-2)[..., : z.shape[-2] * 8, : z.shape[-1] * 8]
-
-
-def _encode_moments(vae, frames):
-    return vae.quant_conv(vae.encoder(frames))
-
-
-def _statistics(vae, like):
-    """latents_mean and latents_std, (1, C, 1, 1, 1)."""
-    import torch
-
-    shape = (1, vae.config.z_dim, 1, 1, 1)
-    return (
-        torch.tensor(vae.config.latents_mean, device=like.device, dtype=like.dtype).view(shape),
-        torch.tensor(vae.config.latents_std, device=like.device, dtype=like.dtype).view(shape),
-    )
-
-
-def _use_flat_convolutions(vae) -> None:
-    """A single frame sees only the last time slice of each causal kernel, the rest meets zeros: run it as a 2-D convolution."""
-    from types import MethodType
-
-    from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
-
-    for module in vae.modules():
-        if isinstance(module, QwenImageCausalConv3d):
-            module.forward = MethodType(_flat_forward, module)
-
-
-def _flat_forward(conv, x, cache_x=None):
-    import torch.nn.functional as F
-
-    if cache_x is not None or x.shape[2] != 1 or conv.stride[0] != 1:
-        return type(conv).forward(conv, x, cache_x)
-    left, _, top, _, _, _ = conv._padding
-    flat = F.conv2d(x[:, :, 0], conv.weight[:, :, -1], conv.bias, stride=conv.stride[1:], padding=(top, left))
-    return flat.unsqueeze(2)

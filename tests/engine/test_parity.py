@@ -12,7 +12,7 @@ from backend import families
 from backend.catalog.identify import identify_model
 from backend.engine import step_cache
 from backend.engine.pipeline import Pipeline
-from backend.families import qwen_image
+from backend.families import _qwen_vae, qwen_image
 from backend.schema.places import ASSETS
 from backend.schema.request import GenerationRequest
 
@@ -134,7 +134,7 @@ def test_a_single_frame_through_flat_convolutions_equals_the_video_path(tiny_qwe
     pipeline = loft(tiny_qwen)
     vae = theirs(QwenImagePipeline, tiny_qwen).vae
     latents = torch.randn(2, 16, 6, 4, generator=torch.Generator().manual_seed(0))
-    shift, scale = qwen_image._statistics(vae, latents)
+    shift, scale = _qwen_vae.statistics(vae, latents)
     with torch.no_grad():
         other = vae.decode(latents.unsqueeze(2) / (1 / scale) + shift).sample[:, :, 0]
         torch.testing.assert_close(qwen_image.decode(pipeline.parts, latents), other, rtol=1e-4, atol=1e-4)
@@ -145,7 +145,7 @@ def test_a_single_frame_through_flat_convolutions_equals_the_video_path(tiny_qwe
 def test_without_a_feature_cache_the_numbers_are_those_of_diffusers_bit_for_bit(tiny_qwen):
     vae = theirs(QwenImagePipeline, tiny_qwen).vae
     latents = torch.randn(1, 16, 42, 36, generator=torch.Generator().manual_seed(0))
-    shift, scale = qwen_image._statistics(vae, latents.unsqueeze(2))
+    shift, scale = _qwen_vae.statistics(vae, latents.unsqueeze(2))
     z = latents.unsqueeze(2) / (1.0 / scale) + shift
     with torch.no_grad():
         whole = vae.decode(z[..., :9, :7]).sample[:, :, 0]

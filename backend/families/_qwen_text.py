@@ -1,0 +1,148 @@
+"""What Qwen-Image is told: prompts, and for edit variants the pictures that go with them, through Qwen2.5-VL. Shapes as in `qwen_image`."""
+
+from __future__ import annotations
+
+from backend.families import _qwen_pictures
+from backend.schema.messages import Trouble
+
+MAX_TOKENS = 512  # text tokens that condition a picture, as in diffusers' call
+MAX_EDIT_TOKENS = 1024  # beside those of the pictures: the tokenizer's limit that diffusers' edit pipelines name
+_TEMPLATE = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
+    "spatial relationships of the objects and background:<|im_end|>\n"
+    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
+_PREFIX_TOKENS = 34  # of the template before the prompt; their states are dropped
+_EDIT_TEMPLATE = (
+    "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, texture, objects, background), "
+    "then explain how the user's text instruction should alter or modify the image. Generate a new image that meets the "
+    "user's requirements while maintaining consistency with the original input where appropriate.<|im_end|>\n"
+    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
+_EDIT_PREFIX_TOKENS = 64
+_PICTURE = "<|vision_start|>{}<|vision_end|>"
+
+
+def load_tokenizer(folder):
+    """The tokenizer in `folder`."""
+    from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
+
+    return Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def encode_text(parts: dict, prompts: list[str], *, device=None, pictures=None) -> list[dict]:
+    """One encoding per prompt: {"embeds": (L, D)} on `device`. Needs `text_encoder` and `tokenizer`. Differentiable.
+
+    `pictures`: of an edit variant, per prompt a tuple of PIL pictures (or nothing, for a prompt that stands alone); then also `vision`
+    and `processor` are needed. Embeds then hold the pictures' tokens too. Raises Trouble for several pictures where one is understood.
+    """
+    import torch
+
+    tokenizer, encoder = parts["tokenizer"], parts["text_encoder"]
+    device = device or next(encoder.parameters()).device
+    if pictures is not None and any(pictures):
+        return _encode_with_pictures(parts, prompts, [tuple(some or ()) for some in pictures], device)
+    limit = MAX_TOKENS + _PREFIX_TOKENS
+    rows = [tokenizer(_TEMPLATE.format(prompt), truncation=True, max_length=limit)["input_ids"] for prompt in prompts]
+    ids, mask = _side_by_side(rows, device)
+    if len(rows) > 1 and torch.is_grad_enabled():
+        states = _states_after_shared_start(encoder, ids, mask)
+    else:
+        states = encoder(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[:, _PREFIX_TOKENS:]
+    return [{"embeds": states[i, : len(row) - _PREFIX_TOKENS]} for i, row in enumerate(rows)]
+
+
+def most_tokens(parts: dict, pictures=()) -> tuple[int, int]:
+    """(how long an encoding is that was cut, how many tokens of words it then holds)."""
+    if not pictures:
+        return MAX_TOKENS, MAX_TOKENS
+    _, grids = _qwen_pictures.patches_of(parts["processor"], pictures)
+    merge = parts["processor"].images.merge_size
+    return MAX_EDIT_TOKENS + sum(_qwen_pictures.num_tokens(grid, merge) for grid in grids), MAX_EDIT_TOKENS
+
+
+def _side_by_side(rows: list[list[int]], device):
+    """Token rows padded on the right: ids and mask (B, L)."""
+    import torch
+
+    longest = max(len(row) for row in rows)
+    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
+    return ids, mask
+
+
+def _states_after_shared_start(encoder, ids, mask):
+    """Last states after the template's start, which runs once for the whole batch: in training most tokens are these.
+
+    Attention is causal, so the numbers are those of the plain call, and gradients reach the start through its keys and values.
+    """
+    import torch
+    from transformers import DynamicCache
+
+    places = torch.arange(ids.shape[1], device=ids.device)
+    start, cache = places[:_PREFIX_TOKENS], DynamicCache()
+    encoder(input_ids=ids[:1, :_PREFIX_TOKENS], position_ids=start[None], cache=cache, use_cache=True)
+    cache.batch_repeat_interleave(ids.shape[0])
+    return encoder(
+        input_ids=ids[:, _PREFIX_TOKENS:],
+        attention_mask=mask,
+        position_ids=places[None, _PREFIX_TOKENS:].expand(ids.shape[0], -1),
+        cache=cache,
+        use_cache=True,
+    ).last_hidden_state
+
+
+def _encode_with_pictures(parts: dict, prompts: list[str], pictures: list[tuple], device) -> list[dict]:
+    """As Qwen2.5-VL was trained: a picture's features stand in the places of its tokens, and positions are three-dimensional.
+
+    diffusers leaves it to transformers to find those positions. transformers 5 wants to be told which tokens are pictures' for it
+    and else numbers all tokens through, without a word; this is what earlier ones, and the model's own code, compute.
+    """
+    import torch
+
+    for name in ("vision", "processor"):
+        if parts.get(name) is None:
+            hint = "It lies in the text encoder's files." if name == "vision" else "Add the model's folder `processor`."
+            raise Trouble("missing_part", f"Pictures to edit need the {name}, which was not loaded.", hint=hint)
+    encoder, processor = parts["text_encoder"], parts["processor"]
+    patches, grids = _qwen_pictures.patches_of(processor, [picture for some in pictures for picture in some])
+    merge, left = processor.images.merge_size, iter(grids.tolist())
+    own_grids = [[next(left) for _ in some] for some in pictures]
+    rows, starts = zip(*[_edit_row(parts, *one, merge) for one in zip(prompts, own_grids, strict=True)], strict=True)
+    ids, mask = _side_by_side(list(rows), device)
+    is_picture = ids == parts["tokenizer"].convert_tokens_to_ids(_qwen_pictures.IMAGE_TOKEN)
+    features = parts["vision"](patches.to(device), grid_thw=grids.to(device)).pooler_output
+    embeds = encoder.embed_tokens(ids)
+    embeds = embeds.masked_scatter(is_picture[..., None], features.to(embeds))
+    positions = torch.zeros((3, *ids.shape), dtype=torch.long)
+    for index, (row, grids_of_row) in enumerate(zip(is_picture.tolist(), own_grids, strict=True)):
+        length = len(rows[index])
+        positions[:, index, :length] = _qwen_pictures.positions_of(row[:length], grids_of_row, merge)
+    states = encoder(
+        inputs_embeds=embeds, attention_mask=mask, position_ids=positions.to(device), use_cache=False
+    ).last_hidden_state
+    return [{"embeds": states[i, starts[i] : len(row)]} for i, row in enumerate(rows)]
+
+
+def _edit_row(parts: dict, prompt: str, grids: list, merge: int) -> tuple[list[int], int]:
+    """Token ids of a prompt with its pictures, and how many of them are the template's start."""
+    tokenizer, processor = parts["tokenizer"], parts["processor"]
+    if _qwen_pictures.IMAGE_TOKEN in prompt:
+        sentence = f"The prompt holds {_qwen_pictures.IMAGE_TOKEN}, which stands for a picture."
+        raise Trouble("bad_value", sentence, hint="Speak of “Picture 1” instead.")
+    if not grids:
+        limit = MAX_TOKENS + _PREFIX_TOKENS
+        return tokenizer(_TEMPLATE.format(prompt), truncation=True, max_length=limit)["input_ids"], _PREFIX_TOKENS
+    if len(grids) > 1 and not processor.plus:
+        raise Trouble(
+            "bad_value",
+            f"Qwen-Image-Edit works from one picture, and {len(grids)} were given.",
+            hint="Give one, or choose Qwen-Image-Edit-2509 or a later one.",
+        )
+    counts = [_qwen_pictures.num_tokens(grid, merge) for grid in grids]
+    shown = [_PICTURE.format(_qwen_pictures.IMAGE_TOKEN * count) for count in counts]
+    if processor.plus:
+        shown = [f"Picture {number}: {picture}" for number, picture in enumerate(shown, 1)]
+    limit = _EDIT_PREFIX_TOKENS + sum(counts) + MAX_EDIT_TOKENS
+    text = _EDIT_TEMPLATE.format("".join(shown) + prompt)
+    return tokenizer(text, truncation=True, max_length=limit)["input_ids"], _EDIT_PREFIX_TOKENS
