@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from studio.words import safe
 
@@ -43,50 +44,51 @@ def thin(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list
     return out
 
 
-def smooth(points: Sequence[tuple[float, float]], *, span: int) -> list[tuple[float, float]]:
-    """An exponential mean over about `span` points, without the pull of its first value."""
-    keep = 1 - 1 / max(span, 1)
-    total = weight = 0.0
-    out = []
-    for x, y in points:
-        total = total * keep + y
-        weight = weight * keep + 1
-        out.append((x, total / weight))
-    return out
+Points = Sequence[tuple[float, float]]
 
 
-def curve(points: Sequence[tuple[float, float]], *, x_name: str, y_name: str, x_end: float = 0) -> str:
-    """Measured values as a faint line and their running mean as a strong one, over an axis that ends at `x_end`."""
-    points = [(x, y) for x, y in points if y == y and abs(y) < 1e9]
+def curve(points: Points, *, mean: Points, marks: Points = (), name: str, said: str = "", x_end: float = 0) -> str:
+    """Measured values over steps as a faint line, their running `mean` as a strong one and single `marks` as dots, over an axis that
+    ends at step `x_end`. `said` is the line below."""
+    points, mean, marks = (_finite(series) for series in (points, mean, marks))
     if len(points) < 2:
-        return f'<div class="empty small">The {safe(y_name)} curve starts with the second step.</div>'
-    mean = smooth(points, span=max(len(points) // 12, 5))
-    ordered = sorted(y for _, y in points)
-    low = ordered[0]
-    high = max(ordered[min(int(len(ordered) * 0.98), len(ordered) - 1)], max(y for _, y in mean), low + 1e-9)
-    low, high = max(low - (high - low) * 0.08, min(low, 0.0)), high + (high - low) * 0.08
+        return f'<div class="empty small">The {safe(name)} curve starts with the second step.</div>'
+    low, high = _span(points, [*mean, *marks])
     end = max(x_end, points[-1][0], 1)
     left, right, top, bottom = 52, CURVE_WIDTH - 10, 10, CURVE_HEIGHT - 24
 
-    def place(run: Sequence[tuple[float, float]]) -> str:
-        return " ".join(
-            f"{left + (right - left) * x / end:.1f},{bottom - (bottom - top) * min(max((y - low) / (high - low), 0), 1):.1f}"
-            for x, y in thin(run)
-        )
+    def at(x: float, y: float) -> tuple[str, str]:
+        height = min(max((y - low) / (high - low), 0), 1)
+        return f"{left + (right - left) * x / end:.1f}", f"{bottom - (bottom - top) * height:.1f}"
 
-    marks = "".join(
+    def line(series: Points) -> str:
+        return " ".join(",".join(at(x, y)) for x, y in thin(series))
+
+    grid = "".join(
         f'<line class="grid" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
         f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>'
         for value, y in ((low + (high - low) * part, bottom - (bottom - top) * part) for part in (0, 0.5, 1))
     )
-    last = f"{y_name} {mean[-1][1]:.4g} (running mean) at {x_name} {points[-1][0]:.0f}"
+    dots = "".join('<circle class="mark" r="3" cx="{}" cy="{}"/>'.format(*at(x, y)) for x, y in thin(marks))
     return (
-        f'<svg class="curve" viewBox="0 0 {CURVE_WIDTH} {CURVE_HEIGHT}" role="img" aria-label="{safe(last)}">{marks}'
+        f'<svg class="curve" viewBox="0 0 {CURVE_WIDTH} {CURVE_HEIGHT}" role="img" aria-label="{safe(said)}">{grid}'
         f'<text x="{left}" y="{CURVE_HEIGHT - 6}">0</text>'
-        f'<text x="{right}" y="{CURVE_HEIGHT - 6}" text-anchor="end">{end:.0f} {safe(x_name)}s</text>'
-        f'<polyline class="raw" points="{place(points)}"/><polyline class="mean" points="{place(mean)}"/></svg>'
-        f'<p class="caption">{safe(last)}</p>'
+        f'<text x="{right}" y="{CURVE_HEIGHT - 6}" text-anchor="end">{end:.0f} steps</text>'
+        f'<polyline class="raw" points="{line(points)}"/><polyline class="mean" points="{line(mean)}"/>{dots}</svg>'
+        f'<p class="caption">{safe(said)}</p>'
     )
+
+
+def _finite(series: Points) -> Points:
+    return [(x, y) for x, y in series if y == y and abs(y) < 1e9]
+
+
+def _span(points: Points, lines: Points) -> tuple[float, float]:
+    """Least and most of the axis: a few outliers among `points` are cut off, `lines` are whole."""
+    ordered = sorted(y for _, y in points)
+    low = min([ordered[0], *(y for _, y in lines)])
+    high = max(ordered[min(int(len(ordered) * 0.98), len(ordered) - 1)], *(y for _, y in lines), low + 1e-9)
+    return max(low - (high - low) * 0.08, min(low, 0.0)), high + (high - low) * 0.08
 
 
 def bars(values: Sequence[tuple[str, float]], *, title: str) -> str:
@@ -104,7 +106,14 @@ def bars(values: Sequence[tuple[str, float]], *, title: str) -> str:
     )
 
 
-def facts(rows: Sequence[tuple[str, str]]) -> str:
-    """Names and values in two columns; rows without a value are left out. Values are plain text."""
-    body = "".join(f"<dt>{safe(name)}</dt><dd>{safe(value)}</dd>" for name, value in rows if value)
+def facts(rows: Sequence[tuple[str, str]], *, tips: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Names and values in two columns; rows without a value are left out. Values are plain text. `tips`: what a name means, told
+    where the mouse rests on it."""
+    body = "".join(
+        f"<dt{_tip(tips.get(name, ''))}>{safe(name)}</dt><dd>{safe(value)}</dd>" for name, value in rows if value
+    )
     return f'<dl class="facts">{body}</dl>' if body else ""
+
+
+def _tip(words: str) -> str:
+    return f' title="{safe(words)}" class="tip"' if words else ""

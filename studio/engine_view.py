@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from backend.host.engine import EngineSnapshot, Job
 from backend.host.run import Run
 from backend.schema.vram import Card
+from studio.apart import told_apart
 from studio.draw import meter, progress
 from studio.run_view import title_of
-from studio.words import count_words, safe, size_words, time_words, trouble_notice
+from studio.words import clock_words, count_words, safe, size_words, time_words, trouble_notice
 
 MOST_WAITING = 6
+MOST_FAILED = 3
 PART_WORDS = {"dit": "the image network", "text_encoder": "the text encoder", "vae": "the picture decoder"}
 
 
@@ -68,15 +70,32 @@ def strip(snapshot: EngineSnapshot, cards: Sequence[Card], live_runs: Sequence[R
 
 
 def progress_panel(snapshot: EngineSnapshot) -> str:
-    """The request at work, those that wait, and how the last one went wrong if it did."""
-    return _trouble(snapshot) + _work(snapshot) + _waiting(snapshot)
+    """What failed and was not dismissed yet, the request at work, and those that wait."""
+    return _troubles(snapshot) + _work(snapshot) + _waiting(snapshot)
 
 
-def _trouble(snapshot: EngineSnapshot) -> str:
-    if snapshot.trouble is None:
-        return ""
-    close = '<button type="button" class="quiet" data-do="dismiss">Dismiss</button>'
-    return f'<div class="with-button">{trouble_notice(snapshot.trouble)}{close}</div>'
+def _troubles(snapshot: EngineSnapshot) -> str:
+    """What is wrong with the worker itself, then each request that failed, the newest first."""
+    failed = snapshot.failed[::-1]
+    own = snapshot.trouble
+    boxes = []
+    if own is not None and not any(answer.trouble is own for answer in failed):
+        boxes.append(f'<div class="with-button">{trouble_notice(own)}{_button("Dismiss", "dismiss")}</div>')
+    for answer in failed[:MOST_FAILED]:
+        about = f"{answer.request.prompt[:80] or '(no prompt)'} · {clock_words(answer.ended_at)}"
+        buttons = _button("Try again", "again", answer.id) + _button("Dismiss", "dismiss", answer.id)
+        boxes.append(
+            f'<div class="with-button failed">{trouble_notice(answer.trouble, about=about)}'
+            f'<span class="stacked">{buttons}</span></div>'
+        )
+    if len(failed) > 1:
+        more = f"{len(failed) - MOST_FAILED} more failed. " if len(failed) > MOST_FAILED else ""
+        boxes.append(f'<p class="caption all-failed">{more}{_button("Dismiss all", "dismiss")}</p>')
+    return "".join(boxes)
+
+
+def _button(words: str, do: str, what: str = "") -> str:
+    return f'<button type="button" class="quiet" data-do="{do}" data-what="{safe(what)}">{words}</button>'
 
 
 def _work(snapshot: EngineSnapshot) -> str:
@@ -96,16 +115,18 @@ def _waiting(snapshot: EngineSnapshot) -> str:
     if not snapshot.queue:
         return ""
     held = any(item.held for item in snapshot.queue)
+    shown = snapshot.queue[:MOST_WAITING]
+    apart = told_apart([item.request for item in snapshot.queue], skip=("prompt",))
     lines = "".join(
-        f"<li><span>{safe(item.request.prompt[:80] or '(no prompt)')}</span>"
-        f'<button type="button" class="quiet" data-do="drop" data-what="{safe(item.id)}">Remove</button></li>'
-        for item in snapshot.queue[:MOST_WAITING]
+        f'<li><b>{number}</b><span class="what"><span>{safe(item.request.prompt[:80] or "(no prompt)")}</span>'
+        f"<small>{safe(', '.join(filter(None, (clock_words(item.submitted_at), said))))}</small></span>{_button('Remove', 'drop', item.id)}</li>"
+        for number, (item, said) in enumerate(zip(shown, apart, strict=False), 1)
     )
     if len(snapshot.queue) > MOST_WAITING:
-        lines += f"<li><span>and {len(snapshot.queue) - MOST_WAITING} more</span></li>"
+        lines += f'<li><span class="what">and {len(snapshot.queue) - MOST_WAITING} more</span></li>'
     head = f"{count_words(len(snapshot.queue), 'request')} waiting"
     if held:
         head += " since the studio was last open"
-    go = '<button type="button" class="quiet" data-do="release">Go on with them</button>' if held else ""
+    go = _button("Go on with them", "release") if held else ""
     why = f"<p class='caption'>{safe(snapshot.waits_for)}</p>" if snapshot.waits_for else ""
     return f'<div class="queue"><p class="sentence">{head} {go}</p>{why}<ul>{lines}</ul></div>'

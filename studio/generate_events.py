@@ -183,7 +183,9 @@ def _wire_pictures(studio: Studio, tab: Generate, ui: gr.BrowserState, most: gr.
         elif event.do == "drop":
             studio.engine.cancel(event.what)
         elif event.do == "dismiss":
-            studio.engine.dismiss()
+            studio.engine.dismiss(event.what or None)
+        elif event.do == "again":
+            studio.engine.try_again(event.what)
 
     redraw(tab.progress.act(act_on_progress, None, None, **QUIET))
 

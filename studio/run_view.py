@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from backend.host.runs import LossSeries, Run
+from studio.apart import runs_apart
 from studio.draw import curve, facts, progress
 from studio.pictures import thumbnail
 from studio.studio import Studio
@@ -30,6 +31,7 @@ PHASE_WORDS = {
     "saving": "Saving",
 }
 MOST_SAMPLE_ROWS = 12
+MOST_RUNS = 100
 
 
 def choose(runs: Sequence[Run], wish: str) -> Run | None:
@@ -65,11 +67,12 @@ def head(run: Run | None, *, now: float) -> str:
         ("Learning rate", f"{run.learning_rate:.3g}" if run.learning_rate else ""),
         ("Memory", _memory_words(run.memory)),
         ("Started", when_words(run.started_at, now)),
+        ("Folder", run.name),
     ]
     say = trouble_notice(run.trouble) if run.trouble else f'<p class="sentence">{safe(_sentence(run))}</p>'
     return (
         f'<div class="run-head"><h2>{safe(title_of(run))}</h2>{pill(run.status)}</div>{say}'
-        f"{_bar(run)}{facts(rows)}{_resumed_words(run)}"
+        f"{_bar(run)}{facts(rows, tips={'Loss': loss_words(run)})}{_resumed_words(run)}"
     )
 
 
@@ -109,11 +112,24 @@ def _resumed_words(run: Run) -> str:
     return f'<p class="caption">{safe(words)}</p>'
 
 
+def loss_words(run: Run) -> str:
+    """What the number means that is called the run's loss, wherever it stands."""
+    last = "first step" if run.loss_steps < 2 else f"last {run.loss_steps} steps"
+    return f"Mean of the {last}: single steps jump, for each is at another noise level."
+
+
 def loss_curve(run: Run | None, series: LossSeries) -> str:
+    """The losses as they came, the run's loss as it went, and dots for the pictures held back from training."""
     if run is None or not (series.steps or run.live):
         return ""
-    points = list(zip(map(float, series.steps), series.losses, strict=True))
-    return f'<h3 class="section">Loss</h3>{curve(points, x_name="step", y_name="loss", x_end=run.total_steps)}'
+    points, mean = (list(zip(map(float, series.steps), values, strict=True)) for values in (series.losses, series.means))
+    said = f"Loss {run.loss:.4g} at step {run.step}, the mean of the last {run.loss_steps} steps." if run.loss is not None else ""
+    if series.validation:
+        step, loss = series.validation[-1]
+        said += f" Dots: on pictures that are not trained on, {loss:.4g} at step {step}."
+    marks = [(float(step), loss) for step, loss in series.validation]
+    drawn = curve(points, mean=mean, marks=marks, name="loss", said=said.strip(), x_end=run.total_steps)
+    return f'<h3 class="section">Loss</h3>{drawn}'
 
 
 def samples(studio: Studio, run: Run | None) -> str:
@@ -157,13 +173,20 @@ def runs_list(runs: Sequence[Run], *, shown: Run | None, now: float) -> str:
     """All runs as buttons, the newest first."""
     if not runs:
         return ""
+    runs_shown = runs[:MOST_RUNS]
+    titles = [title_of(run) for run in runs_shown]
+    apart = runs_apart(runs_shown, titles)
     lines = "".join(
         f'<button type="button" class="run-line{" on" if shown and run.name == shown.name else ""}" data-do="run" '
-        f'data-what="{safe(run.name)}"><b>{safe(title_of(run))}</b>{pill(run.status)}'
+        f'data-what="{safe(run.name)}" title="{safe(run.name)}"><b>{safe(title)}{_small(apart.get(run.name, ""))}</b>{pill(run.status)}'
         f"<span>{_line_words(run)}</span><time>{safe(when_words(run.started_at, now))}</time></button>"
-        for run in runs[:100]
+        for run, title in zip(runs_shown, titles, strict=True)
     )
     return f'<h3 class="section">{count_words(len(runs), "run")}</h3><div class="run-lines">{lines}</div>'
+
+
+def _small(words: str) -> str:
+    return f"<small>{safe(words)}</small>" if words else ""
 
 
 def _line_words(run: Run) -> str:

@@ -11,7 +11,7 @@ from backend.host import card, runs
 from backend.schema.knobs import knobs_of, to_values
 from backend.schema.messages import Trouble
 from backend.schema.training import TrainingConfig
-from studio import captions, form, plan_panel, presets, run_view
+from studio import captions, draw, form, plan_panel, presets, run_view
 from studio.asking import Keeping, keeping
 from studio.caption_editor import SCRIPT, editor
 from studio.form import Form
@@ -236,7 +236,7 @@ def view(studio: Studio, tab: Train, choice: dict, seen: dict, use: Use | None =
     if seen.get("run") != one or seen.get("runs") != every or use:  # every minute too: it says how long ago
         out[0] = run_view.head(run, now=now) + graph(watching.get("use", ()), use, predicted=0)
     if seen.get("run") != one:
-        out[1] = run_view.loss_curve(run, runs.loss_series(run.folder) if run else runs.LossSeries())
+        out[1] = run_view.loss_curve(run, runs.loss_series(run.folder, points=draw.MOST_POINTS) if run else runs.LossSeries())
         out[2] = run_view.samples(studio, run)
         out[3] = run_view.results(studio, run)
         out[4] = run_view.log_html(runs.log(run.folder) if run else "")

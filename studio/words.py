@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import time
+from pathlib import Path
 
 from backend.schema.messages import Trouble
 
@@ -68,18 +69,38 @@ def when_words(stamp: float, now: float) -> str:
     return f"{then.tm_mday} {time.strftime('%b', then)}, {clock}"
 
 
+def value_words(value: object) -> str:
+    """A setting's value in a line of others: files by their names, long texts cut."""
+    if value is None or value == "" or value == ():
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, tuple | list):
+        return ", ".join(map(value_words, value))
+    text = Path(str(value)).name if Path(str(value)).is_absolute() else str(value)
+    return text if len(text) <= 40 else text[:39] + "…"
+
+
 def count_words(number: int, noun: str, plural: str = "") -> str:
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
-def notice(message: str, *, kind: str = "info", detail: str = "") -> str:
-    """A boxed sentence; `kind` is "info", "good", "warn" or "bad". `detail` folds away."""
+def notice(message: str, *, kind: str = "info", detail: str = "", about: str = "") -> str:
+    """A boxed sentence; `kind` is "info", "good", "warn" or "bad". `detail` folds away; `about` is a line above: what it is about."""
+    head = f'<p class="caption">{safe(about)}</p>' if about else ""
     fold = f"<details><summary>Details</summary><pre>{safe(detail[-4000:])}</pre></details>" if detail else ""
-    return f'<div class="notice {kind}" role="status"><p>{safe(message)}</p>{fold}</div>' if message else ""
+    return f'<div class="notice {kind}" role="status">{head}<p>{safe(message)}</p>{fold}</div>' if message else ""
 
 
-def trouble_notice(trouble: Trouble) -> str:
-    return notice(str(trouble), kind="bad", detail=trouble.detail)
+def trouble_notice(trouble: Trouble, *, about: str = "") -> str:
+    return notice(str(trouble), kind="bad", detail=trouble.detail, about=about)
+
+
+def clock_words(stamp: float) -> str:
+    """The time of day to the second: two requests of one minute can be told apart."""
+    return time.strftime("%H:%M:%S", time.localtime(stamp))
 
 
 def faults_style(faults: dict[str, str], *, prefix: str) -> str:

@@ -1,7 +1,7 @@
 """The client of the engine worker: starts it on demand, sends it one request after the other, and keeps one snapshot of what it does.
 
 Three threads touch an `Engine`: the caller's, which only changes the queue and returns; the pump, which alone begins requests;
-and one reader for each worker. Whatever they know is in one frozen `EngineSnapshot`, replaced under one lock.
+and one reader for each worker. Whatever they know is in the ledger, one frozen `EngineSnapshot` replaced under one lock.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator
 
 from backend.host import processes, queue, run
 from backend.host import worker as workers
+from backend.host.ledger import Ledger
 from backend.host.queue import Waiting
-from backend.host.snapshot import Answer, EngineSnapshot, Job, job_after
+from backend.host.snapshot import EngineSnapshot, Job
 from backend.host.worker import Worker
 from backend.schema.messages import Event, Trouble, trouble_from_values
 from backend.schema.places import Places
-from backend.schema.request import GenerationRequest, Result, request_to_values, result_from_values
+from backend.schema.request import GenerationRequest, request_to_values
 
-KEPT_ANSWERS = 50
 BUSY_POLL_SECONDS = 1.0
 
 
@@ -30,13 +30,8 @@ class Engine:
     """One engine worker at most. Every method may be called from any thread and returns soon."""
 
     def __init__(
-        self,
-        places: Places,
-        *,
-        fake: bool = False,
-        argv: list[str] | None = None,
-        busy: Callable[[], str] | None = None,
-    ):
+        self, places: Places, *, fake: bool = False, argv: list[str] | None = None, busy: Callable[[], str] | None = None,
+    ):  # fmt: skip
         """Brings back waiting requests, held, and ends a worker that an earlier studio left behind.
 
         `argv` replaces the worker's command; `busy` says in a sentence who has the card, or "" (by default: a live run).
@@ -44,35 +39,32 @@ class Engine:
         self._places = places
         self._argv = argv or [sys.executable, "-m", "backend.engine", *(["--fake"] if fake else [])]
         self._busy = busy or (lambda: run.at_work(places))
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._queue_folder = places.user / "queue"
+        self._ledger = Ledger(places)
+        self._changed = self._ledger.changed
+        self._set = self._ledger.set
         self._worker: Worker | None = None
         self._pauses = 0
         self._closed = False
         self._pump: threading.Thread | None = None
         self._asked: dict[str, list[Event]] = {}
-        self._snapshot = EngineSnapshot(queue=tuple(queue.load(self._queue_folder)))
         workers.end_left_behind(places)
 
     # What the page asks
 
     def snapshot(self) -> EngineSnapshot:
-        return self._snapshot
+        return self._ledger.snapshot
 
     def submit(self, request: GenerationRequest) -> str:
         """Puts `request` at the end of the queue and returns its id; the worker is started if there is none."""
-        waiting = queue.new(request)
-        queue.save(waiting, self._queue_folder)
+        id = self._ledger.submit(request)
         with self._changed:
-            self._set(queue=(*self._snapshot.queue, waiting), trouble=None)
             self._wake()
-        return waiting.id
+        return id
 
     def release(self, id: str | None = None) -> None:
         """Lets the held request `id`, or all of them, be begun."""
         with self._changed:
-            self._set(queue=queue.released(self._snapshot.queue, id))
+            self._set(queue=queue.released(self._ledger.snapshot.queue, id))
             self._wake()
 
     def cancel(self, id: str | None = None) -> None:
@@ -81,11 +73,10 @@ class Engine:
         Without an id it is the one at work.
         """
         with self._changed:
-            job = self._snapshot.job
+            job = self._ledger.snapshot.job
             if job is None or id not in (None, job.id):
                 if id is not None:
-                    queue.remove(id, self._queue_folder)
-                    self._set(queue=queue.without(self._snapshot.queue, id))
+                    self._ledger.withdraw(id)
                 return
             worker = self._worker
             if job.phase != "cancelling" and worker is not None and worker.ready:
@@ -99,10 +90,18 @@ class Engine:
         if worker is not None:
             processes.end_tree(worker.process, grace_seconds=0)
 
-    def dismiss(self) -> None:
-        """Takes the trouble off the snapshot, once it has been read."""
-        with self._changed:
-            self._set(trouble=None)
+    def dismiss(self, id: str | None = None) -> None:
+        """Takes a failed request off the snapshot, once it has been read; without an id all of them, and the worker's trouble."""
+        self._ledger.dismiss(id)
+
+    def try_again(self, id: str) -> str:
+        """Puts a failed request into the queue anew and returns its new id; "" where it is no longer there."""
+        failed = self._ledger.failed(id)
+        if failed is None:
+            return ""
+        again = self.submit(failed.request)
+        self._ledger.dismiss(id)
+        return again
 
     def ensure(self) -> None:
         """Starts the worker if there is none. Raises Trouble("card_busy") while a run has the card, Trouble("not_started")."""
@@ -116,7 +115,7 @@ class Engine:
     def unload(self) -> None:
         """Asks an idle worker to let go of its models; the process stays."""
         with self._changed:
-            if self._worker is not None and self._worker.ready and self._snapshot.job is None:
+            if self._worker is not None and self._worker.ready and self._ledger.snapshot.job is None:
                 workers.send(self._worker, {"command": "unload", "id": ""})
 
     def ask(self, command: str, *, timeout_seconds: float = 60.0, **values) -> list[Event]:
@@ -134,10 +133,8 @@ class Engine:
         with self._changed:
             events = self._asked.setdefault(id, [])
             workers.send(worker, {"command": command, "id": id, **values})
-            self._changed.wait_for(
-                lambda: workers.answered(events) or worker is not self._worker,
-                timeout=max(0.0, end - time.monotonic()),
-            )
+            left = max(0.0, end - time.monotonic())
+            self._changed.wait_for(lambda: workers.answered(events) or worker is not self._worker, timeout=left)
             self._asked.pop(id, None)
             gone = worker is not self._worker
         return workers.checked(events, command, gone=gone, timeout_seconds=timeout_seconds)
@@ -171,9 +168,9 @@ class Engine:
         self._changed.notify_all()
 
     def _next(self) -> Waiting | None:
-        if self._pauses or self._snapshot.job is not None:
+        if self._pauses or self._ledger.snapshot.job is not None:
             return None
-        return next((item for item in self._snapshot.queue if not item.held), None)
+        return next((item for item in self._ledger.snapshot.queue if not item.held), None)
 
     def _run_pump(self) -> None:
         while True:
@@ -185,7 +182,7 @@ class Engine:
             with self._changed:
                 item = self._next()
                 why = taken if item is not None else ""
-                if why != self._snapshot.waits_for:
+                if why != self._ledger.snapshot.waits_for:
                     self._set(waits_for=why)
                 if taken:
                     self._changed.wait(BUSY_POLL_SECONDS)
@@ -196,21 +193,20 @@ class Engine:
 
     def _begin(self, item: Waiting) -> Worker | None:
         """Makes `item` the job and starts the worker; where that fails the request is held."""
-        others = queue.without(self._snapshot.queue, item.id)
         try:
             worker = self._worker or self._start_worker()
         except (Trouble, OSError) as error:
             trouble = error if isinstance(error, Trouble) else Trouble("not_started", f"No engine: {error}.")
+            others = queue.without(self._ledger.snapshot.queue, item.id)
             self._set(queue=(dataclasses.replace(item, held=True), *others), trouble=trouble, state="off")
             return None
-        job = Job(item.id, item.request, steps=item.request.num_inference_steps, began_at=time.time())
-        self._set(queue=others, job=job, state="loading" if worker.ready else "starting")
+        self._ledger.begin(item, state="loading" if worker.ready else "starting")
         return worker
 
     def _hand_over(self, worker: Worker, item: Waiting) -> None:
         folder = self._places.outputs / time.strftime("%Y-%m-%d")
         with self._changed:
-            job = self._snapshot.job
+            job = self._ledger.snapshot.job
             if worker is not self._worker or not worker.ready or job is None or job.id != item.id:
                 return
             if job.phase == "cancelling":
@@ -238,7 +234,7 @@ class Engine:
             if worker is None:
                 return
             worker.wanted_end = worker.wanted_end or "stop"
-            patience = 1.0 if self._snapshot.job is None else 0.3
+            patience = 1.0 if self._ledger.snapshot.job is None else 0.3
         workers.end(worker, self._places, patience_seconds=patience)
         with self._changed:
             self._changed.wait_for(lambda: self._worker is not worker, timeout=10)
@@ -260,17 +256,16 @@ class Engine:
         """Says what the worker's end means for the request it had."""
         self._worker = None
         (self._places.user / "worker.json").unlink(missing_ok=True)
-        job = self._snapshot.job
+        job = self._ledger.snapshot.job
         self._set(state="off", pid=0, memory={}, job=None)
         if worker.wanted_end == "cancel" and job is not None:
             self._answer(job)
         elif worker.wanted_end == "stop" and job is not None:
-            back = Waiting(job.id, job.request, held=self._closed, submitted_at=job.began_at)
-            self._set(queue=(back, *self._snapshot.queue))
+            self._ledger.put_back(job, held=self._closed)
         elif not worker.wanted_end:
             trouble = workers.death(worker, code, self._places, working=job is not None)
             if not worker.ready:  # it would die again: let nothing that waits start it over and over
-                self._set(queue=queue.held(self._snapshot.queue))
+                self._set(queue=queue.held(self._ledger.snapshot.queue))
             if job is not None:
                 self._answer(job, trouble=trouble)
             self._set(trouble=trouble)
@@ -279,37 +274,23 @@ class Engine:
         if event.event == "ready":
             worker.ready = True
             device, name = (str(event.values.get(key, "")) for key in ("device", "name"))
-            self._set(state="idle" if self._snapshot.job is None else "loading", device=device, device_name=name)
+            self._set(state="idle" if self._ledger.snapshot.job is None else "loading", device=device, device_name=name)
             worker.decided.set()
         elif event.event == "memory":
             self._set(memory=event.values)
         elif event.id in self._asked:
             self._asked[event.id].append(event)
-        elif self._snapshot.job is not None and event.id == self._snapshot.job.id:
+        elif self._ledger.snapshot.job is not None and event.id == self._ledger.snapshot.job.id:
             if not (worker.wanted_end == "stop" and event.event in ("cancelled", "trouble")):  # it will be asked again
-                self._take_of_job(self._snapshot.job, event)
+                self._ledger.hear(self._ledger.snapshot.job, event, state=self._state)
         elif event.event == "trouble":
             worker.trouble = trouble_from_values(event.values)
             self._set(trouble=worker.trouble)
 
-    def _take_of_job(self, job: Job, event: Event) -> None:
-        values = event.values
-        if event.event == "result":
-            self._answer(job, result=result_from_values(values))
-        elif event.event == "cancelled":
-            self._answer(job)
-        elif event.event == "trouble":
-            self._answer(job, trouble=trouble_from_values(values))
-        else:
-            job = job_after(job, event)
-            self._set(job=job, state=job.phase)
+    def _answer(self, job: Job, *, trouble: Trouble | None = None) -> None:
+        self._ledger.answer(job, trouble=trouble, state=self._state)
 
-    def _answer(self, job: Job, *, result: Result | None = None, trouble: Trouble | None = None) -> None:
-        queue.remove(job.id, self._queue_folder)
-        answer = Answer(job.id, job.request, result, trouble, ended_at=time.time())
-        answers = (*self._snapshot.answers, answer)[-KEPT_ANSWERS:]
-        self._set(job=None, answers=answers, trouble=trouble, state="idle" if self._worker else "off")
-        self._changed.notify_all()
-
-    def _set(self, **values) -> None:
-        self._snapshot = dataclasses.replace(self._snapshot, revision=self._snapshot.revision + 1, **values)
+    @property
+    def _state(self) -> str:
+        """What the engine is without a job."""
+        return "idle" if self._worker else "off"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from array import array
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ LOG_TAIL_BYTES = 64 * 1024
 LOG_LINE_CHARACTERS = 2000
 RECENT_STEPS = 20
 KEPT_NOTES = 20
+KEPT_VALIDATIONS = 1000
 KEPT_STEPS = 40_000  # an even number
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -37,10 +39,13 @@ class Phase:
 
 @dataclass(frozen=True)
 class LossSeries:
-    """Steps, each with the mean loss of the steps since the one before. Both tuples are equally long."""
+    """Steps, each with the mean loss of the steps since the one before, and with the run's loss as it was then (`averaged`). The
+    three tuples are equally long. `validation`: (step, loss on pictures that are not trained on)."""
 
     steps: tuple[int, ...] = ()
     losses: tuple[float, ...] = ()
+    means: tuple[float, ...] = ()
+    validation: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass
@@ -71,6 +76,7 @@ class Journal:
     steps: array = field(default_factory=lambda: array("q"))
     losses: array = field(default_factory=lambda: array("d"))
     seconds: array = field(default_factory=lambda: array("d"))
+    validation: list[tuple[int, float]] = field(default_factory=list)
 
     def update(self) -> None:
         """Reads on to the end of `events.jsonl`; a torn last line waits for its rest. A file that shrank is read anew."""
@@ -108,17 +114,33 @@ class Journal:
 
     @property
     def loss(self) -> float | None:
-        """Mean of the last steps."""
-        recent = self.losses[-RECENT_STEPS:]
+        """Mean of the last `loss_steps` steps: the one number that a run's loss is called, in its head and below its curve."""
+        recent = self.losses[-averaged(len(self.losses)) :]
         return sum(recent) / len(recent) if recent else None
 
+    @property
+    def loss_steps(self) -> int:
+        many = averaged(len(self.steps))
+        before = self.steps[-many - 1] if len(self.steps) > many else (self.steps[0] - 1 if self.steps else 0)
+        return self.steps[-1] - before if self.steps else 0
+
     def loss_series(self, points: int = 400) -> LossSeries:
-        """The loss curve thinned to at most `points`."""
+        """The loss curve thinned to at most `points`; its last mean is `loss`."""
         total = len(self.losses)
-        width = max(1, -(-total // points))
+        width, over = max(1, -(-total // points)), averaged(total)
         ends = [*range(width, total, width), total] if total else []
-        means = tuple(sum(self.losses[max(0, end - width) : end]) / min(width, end) for end in ends)
-        return LossSeries(tuple(self.steps[end - 1] for end in ends), means)
+        sums = [0.0, *itertools.accumulate(self.losses)]
+
+        def means(many: int) -> tuple[float, ...]:
+            return tuple((sums[end] - sums[max(0, end - many)]) / min(many, end) for end in ends)
+
+        steps = tuple(self.steps[end - 1] for end in ends)
+        return LossSeries(steps, means(width), means(over), tuple(self.validation))
+
+
+def averaged(num_steps: int) -> int:
+    """Over how many of the last steps a loss is averaged: single steps tell little, for each is at another noise level."""
+    return max(RECENT_STEPS, num_steps // 12)
 
 
 def _take_started(journal: Journal, values: dict) -> None:
@@ -135,6 +157,7 @@ def _take_resumed(journal: Journal, values: dict) -> None:
         for series in (journal.steps, journal.losses, journal.seconds):
             series.pop()
     journal.samples = [sample for sample in journal.samples if sample.step <= journal.step]
+    journal.validation = [item for item in journal.validation if item[0] <= journal.step]
 
 
 def _take_phase(journal: Journal, values: dict) -> None:
@@ -167,6 +190,12 @@ def _thin(journal: Journal) -> None:
 def _take_sample(journal: Journal, values: dict) -> None:
     path = _path(journal, values)
     journal.samples.append(Sample(_whole(values.get("step")), str(values.get("prompt", "")), path))
+
+
+def _take_validation(journal: Journal, values: dict) -> None:
+    loss = _number(values.get("loss"))
+    if loss is not None:
+        journal.validation = [*journal.validation, (_whole(values.get("step")), loss)][-KEPT_VALIDATIONS:]
 
 
 def _take_checkpoint(journal: Journal, values: dict) -> None:
@@ -202,6 +231,7 @@ _TAKE = {
     "phase": _take_phase,
     "step": _take_step,
     "sample": _take_sample,
+    "validation": _take_validation,
     "checkpoint": _take_checkpoint,
     "saved": _take_saved,
     "memory": _take_memory,

@@ -34,7 +34,7 @@ class Run:
     epoch: int
     seconds_per_step: float
     seconds_left: float | None
-    loss: float | None
+    loss: float | None  # the mean of the last `loss_steps` steps
     learning_rate: float
     samples: tuple[Sample, ...]
     checkpoints: tuple[tuple[int, Path], ...]  # (step, folder) of those that still exist
@@ -47,6 +47,7 @@ class Run:
     started_at: float
     changed_at: float
     revision: tuple  # equal to an earlier reading's: nothing to redraw
+    loss_steps: int = 0
 
     @property
     def live(self) -> bool:
@@ -147,6 +148,7 @@ def _run(folder: Path, journal: Journal, status: str, process) -> Run:
         seconds_per_step=journal.seconds_per_step,
         seconds_left=left,
         loss=journal.loss,
+        loss_steps=journal.loss_steps,
         learning_rate=journal.learning_rate,
         samples=tuple(journal.samples),
         checkpoints=tuple(item for item in journal.checkpoints if item[1].exists()),

@@ -53,6 +53,7 @@ class EngineSnapshot:
     job: Job | None = None
     queue: tuple[Waiting, ...] = ()
     answers: tuple[Answer, ...] = ()  # the newest last
+    failed: tuple[Answer, ...] = ()  # those that ended in a trouble which nobody has dismissed yet, the newest last
     trouble: Trouble | None = None  # of the newest request or of the worker; a new request clears it
     waits_for: str = ""  # why a waiting request is not begun: a sentence
     memory: dict = field(default_factory=dict)

@@ -175,12 +175,18 @@ def test_a_program_that_is_not_there(make, tmp_path):
     assert trouble.kind == "not_started" and engine.snapshot().queue[0].held
 
 
-def test_a_request_that_is_refused_is_its_answer(make):
+def test_a_request_that_is_refused_is_its_answer_and_stays_until_it_is_dismissed(make):
     engine = make()
-    id = engine.submit(dataclasses.replace(SHORT, width=0))  # as a broken file would bring it
+    broken = dataclasses.replace(SHORT, model="nobody/nothing", width=0)  # as a broken file would bring it
+    id = engine.submit(broken)
     answer = answered(engine, id)
     assert answer.trouble.kind == "bad_value" and "width" in answer.trouble.message.lower()
     assert engine.snapshot().state == "idle"
+    assert answered(engine, engine.submit(SHORT)).result
+    assert engine.snapshot().failed == (answer,) and engine.snapshot().trouble is None
+    again = answered(engine, engine.try_again(id))
+    assert again.request == broken and engine.snapshot().failed == (again,), "tried again, it stands for the earlier one"
+    assert engine.try_again(id) == ""
 
 
 def test_waiting_requests_come_back_held_after_a_restart(make, data):

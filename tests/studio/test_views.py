@@ -6,10 +6,13 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from backend.host.engine import EngineSnapshot, Job
 from backend.host.queue import Waiting
-from backend.host.run import Phase, Run
-from backend.schema.messages import Trouble
+from backend.host.run import Phase, Run, loss_series, read
+from backend.host.snapshot import Answer
+from backend.schema.messages import Trouble, to_line
 from backend.schema.request import GenerationRequest
 from backend.schema.vram import Card
 from studio import draw, engine_view, run_view, words
@@ -47,6 +50,36 @@ def test_work_waiting_and_trouble_are_told():
     assert "1 request waiting" in said and "<b>bold" not in html and "<x>" not in html
 
 
+def test_waiting_requests_of_one_prompt_are_told_apart():
+    same = GenerationRequest(prompt="a cat", seed=1, width=128)
+    queue = (Waiting("1", same, submitted_at=3600.0), Waiting("2", replace(same, seed=2, width=192), submitted_at=3661.0))
+    said = text(engine_view.progress_panel(EngineSnapshot(queue=queue)))
+    assert re.search(r"1 a cat \d\d:00:00, Width 128, Seed 1 .* 2 a cat \d\d:01:01, Width 192, Seed 2", said)
+    said = text(engine_view.progress_panel(EngineSnapshot(queue=(queue[0], replace(queue[0], id="3")))))
+    assert "Seed" not in said and "2 requests waiting" in said
+
+
+def test_failed_requests_are_told_one_by_one_each_with_a_second_try():
+    trouble = Trouble("died", "The engine ended.", hint="Try again.")
+    failed = tuple(Answer(str(n), GenerationRequest(prompt=f"prompt {n}"), trouble=trouble, ended_at=60.0) for n in range(5))
+    html = engine_view.progress_panel(EngineSnapshot(failed=failed, trouble=trouble))
+    assert html.count("The engine ended.") == 3 and "prompt 4" in html and "2 more failed" in html
+    assert re.findall(r'data-do="(\w+)" data-what="(\d*)"', html)[:2] == [("again", "4"), ("dismiss", "4")]
+    alone = engine_view.progress_panel(EngineSnapshot(trouble=trouble))
+    assert 'data-do="dismiss"' in alone and "again" not in re.findall(r'data-do="(\w+)"', alone)
+
+
+def test_runs_of_one_name_are_told_apart(data):
+    rows = []
+    for rank, clock in ((4, "15-04"), (8, "15-05")):
+        folder = data.runs / f"2026-11-30_{clock}_red-cat"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(f'{{"name": "red-cat", "lora_rank": {rank}}}')
+        rows.append(replace(RUN, folder=folder, name=folder.name, started_at=float(rank)))
+    said = text(run_view.runs_list([*rows[::-1], replace(RUN, name="2026-11-30_15-04_dog")], shown=None, now=60.0))
+    assert "red-cat 2 of 2, Rank 8" in said and "red-cat 1 of 2, Rank 4" in said and "dog running" in said
+
+
 def test_loading_shows_bytes_and_a_cancelled_job_says_so():
     job = Job("1", GenerationRequest(), phase="loading", part="dit", done_bytes=GIB, total_bytes=4 * GIB)
     assert "Loading the image network, 1.0 GB of 4.0 GB" in text(engine_view.progress_panel(EngineSnapshot(job=job)))
@@ -79,15 +112,30 @@ def test_the_run_to_watch_is_the_wished_the_living_the_newest():
 
 def test_a_curve_has_few_points_and_no_nonsense():
     points = [(float(i), 1 / (i + 1)) for i in range(5000)] + [(5000.0, float("nan")), (5001.0, float("inf"))]
-    html = draw.curve(points, x_name="step", y_name="loss", x_end=6000)
+    html = draw.curve(points, mean=points[::7], marks=[(2500.0, 0.5)], name="loss", said="a < b", x_end=6000)
     for run in re.findall(r'points="([^"]+)"', html):
         pairs = [tuple(map(float, pair.split(","))) for pair in run.split()]
-        assert len(pairs) <= draw.MOST_POINTS
+        assert 300 < len(pairs) <= draw.MOST_POINTS
         assert all(0 <= x <= draw.CURVE_WIDTH and 0 <= y <= draw.CURVE_HEIGHT for x, y in pairs)
-    assert "second step" in draw.curve([(1.0, 0.5)], x_name="step", y_name="loss")
-    low = draw.curve([(1.0, 2.5), (2.0, 0.01)], x_name="step", y_name="loss").split("text-anchor", 2)[1]
+    assert html.count("<circle") == 1 and "a &lt; b" in html
+    assert "second step" in draw.curve([(1.0, 0.5)], mean=[], name="loss")
+    low = draw.curve([(1.0, 2.5), (2.0, 0.01)], mean=[(1.0, 2.5), (2.0, 1.2)], name="loss").split("text-anchor", 2)[1]
     assert '"end">0<' in low, "losses are not below nothing"
-    assert "<svg" in draw.curve([(1.0, 0.5), (2.0, 0.5)], x_name="step", y_name="loss")
+    assert "<svg" in draw.curve([(1.0, 0.5), (2.0, 0.5)], mean=[], name="loss")
+
+
+def test_the_head_and_the_curve_of_a_run_tell_one_loss(tmp_path):
+    for number in range(1, 481):
+        line = to_line("step", step=number, total_steps=500, epoch=1, loss=1 / number, learning_rate=1e-4, seconds=0.1)
+        with (tmp_path / "events.jsonl").open("a") as file:
+            file.write(line)
+            file.write(to_line("validation", step=number, loss=0.25) if number % 240 == 0 else "")
+    run, series = read(tmp_path), loss_series(tmp_path, points=100)
+    mean = sum(1 / number for number in range(441, 481)) / 40
+    assert run.loss == pytest.approx(mean) and series.means[-1] == pytest.approx(mean) and len(series.steps) <= 100
+    head, curve = text(run_view.head(run, now=0.0)), text(run_view.loss_curve(run, series))
+    assert f"{mean:.4g}" in head and f"Loss {mean:.4g} at step 480, the mean of the last 40 steps." in curve
+    assert "0.25 at step 480" in curve and 'title="Mean of the last 40 steps' in run_view.head(run, now=0.0)
 
 
 def test_numbers_are_said_as_people_say_them():

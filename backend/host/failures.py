@@ -1,0 +1,47 @@
+"""Requests that failed, as files: `user/failed/<id>.json`. They stay, with what went wrong, until a person has read that."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+from backend.host.files import write_text
+from backend.host.snapshot import Answer
+from backend.schema.messages import Trouble, trouble_from_values
+from backend.schema.request import request_from_values, request_to_values
+
+KEPT = 20
+
+
+def save(answer: Answer, folder: Path) -> None:
+    """Writes the file of an answer that is a trouble. A full disk loses the file; the page tells the trouble all the same."""
+    values = {"ended_at": answer.ended_at, "request": request_to_values(answer.request), "trouble": answer.trouble.to_values()}
+    with contextlib.suppress(OSError):
+        write_text(folder / f"{answer.id}.json", json.dumps(values, ensure_ascii=False, indent=2) + "\n")
+
+
+def remove(id: str, folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        (folder / f"{id}.json").unlink(missing_ok=True)
+
+
+def load(folder: Path) -> tuple[Answer, ...]:
+    """The newest `KEPT`, the oldest first. Older files are removed, and those that hold no failure."""
+    found = []
+    for path in sorted(folder.glob("*.json"), reverse=True) if folder.is_dir() else ():
+        answer = _read(path) if len(found) < KEPT else None
+        if answer is None:
+            remove(path.stem, folder)
+        else:
+            found.append(answer)
+    return tuple(reversed(found))
+
+
+def _read(path: Path) -> Answer | None:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        request, trouble = request_from_values(values["request"]), trouble_from_values(values["trouble"])
+        return Answer(path.stem, request, trouble=trouble, ended_at=float(values.get("ended_at", 0.0)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, Trouble):
+        return None
