@@ -33,6 +33,12 @@ class GenerationRequest:
     denoising_strength: float = knob(
         0.75, help="How far to depart from the input picture: 0 keeps it, 1 ignores it.", low=0.0, high=1.0
     )
+    edit_images: tuple[str, ...] = knob(
+        (),
+        help="Pictures that a model that edits works from (files). Qwen-Image-Edit takes one; later ones take several, which the prompt calls "
+        "“Picture 1”, “Picture 2” and so on.",
+        label="Pictures to edit",
+    )
     step_cache: float = knob(
         0.0,
         help="Faster, less exact: steps whose first block changes by at most this share reuse the other blocks of an earlier step. "
