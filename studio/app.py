@@ -151,7 +151,8 @@ def _wire_load(studio, page, timer, tabs, ui, here, generate_tab, train_tab, pre
     def load(choice: dict, tab: str, *_):
         request, loras = generate.remembered(studio)
         found = shelf.models(studio)
-        fields, others = generate.fill(generate_tab, request, loras, shelf.lora_choices(shelf.loras(studio), studio))
+        choices, fresh = shelf.lora_choices(shelf.loras(studio), studio), generate.wants_fresh_seed(studio)
+        fields, others = generate.fill(generate_tab, request, loras, choices, fresh=fresh)
         fields[list(generate_tab.form.controls).index("model")] = gr.update(
             choices=shelf.model_choices(found, studio), value=request.model
         )

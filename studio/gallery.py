@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 
 from backend.schema.messages import Trouble
@@ -35,15 +36,16 @@ def stage(studio: Studio, picture: Path | None) -> str:
     )
 
 
-def preview_stage(studio: Studio, path: Path | None) -> str:
-    """What can be seen of the picture in the making."""
+def preview_stage(path: Path | None) -> str:
+    """What can be seen of the picture in the making. It is in the page itself: its file may be gone before a browser came for it."""
     try:
-        version = path.stat().st_mtime_ns if path else 0
+        data = path.read_bytes() if path else b""
     except OSError:
-        version = 0
-    if not version:
+        data = b""
+    if not data:
         return '<div class="stage waiting"><span class="shimmer"></span></div>'
-    return f'<div class="stage making"><img src="{studio.address(path, version=version)}" alt="Preview"></div>'
+    address = f"data:image/webp;base64,{base64.b64encode(data).decode()}"
+    return f'<div class="stage making"><img src="{address}" alt="Preview"></div>'
 
 
 def _alt(picture: Path) -> str:

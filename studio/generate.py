@@ -10,14 +10,14 @@ import gradio as gr
 from backend.host.engine import EngineSnapshot
 from backend.schema.knobs import knobs_of, to_values
 from backend.schema.messages import Trouble
-from backend.schema.request import GenerationRequest, LoraUse
+from backend.schema.request import GenerationRequest, LoraUse, request_to_values
 from studio import form, gallery, lora_rows, plan_panel
 from studio.asking import Keeping, keeping
 from studio.engine_view import busy, progress_panel
 from studio.form import Form
 from studio.lora_rows import LoraRows
 from studio.pictures import is_inside, keep_input, stamp
-from studio.session import config_from, read_values, request_file
+from studio.session import config_from, read_values, request_file, write_values
 from studio.studio import Studio, live
 from studio.use_graph import Use, graph, watched
 
@@ -27,6 +27,7 @@ FIELDS = (
     "denoising_strength",
 )  # fmt: skip
 NO_FIELD = ("input_image",)
+FRESH = "fresh_seed"  # in the file of the form, beside the request's own settings
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def build(studio: Studio) -> Generate:
                 made["seed"] = control("seed", info=None, min_width=110)
                 dice = gr.Button("Roll", size="sm", min_width=60, scale=0, elem_id="seed-dice")
                 again = gr.Button("Last one", size="sm", min_width=80, scale=0, elem_id="seed-last")
-            fresh = gr.Checkbox(label="New seed each time", value=True, container=False, elem_id="fresh-seed")
+            fresh = gr.Checkbox(label="New seed each time", value=wants_fresh_seed(studio), container=False, elem_id="fresh-seed")
             with gr.Column(elem_classes="plain-group"):
                 gr.HTML('<h3 class="section">LoRAs</h3>')
                 rows = lora_rows.build([], loras)
@@ -169,6 +170,17 @@ def remembered(studio: Studio) -> tuple[GenerationRequest, tuple[LoraUse, ...]]:
     return request, uses
 
 
+def wants_fresh_seed(studio: Studio) -> bool:
+    """Whether a new seed is drawn for each request, as it was set last."""
+    return bool(read_values(request_file(studio.places)).get(FRESH, True))
+
+
+def keep(studio: Studio, tab: Generate, request: GenerationRequest, values: tuple) -> None:
+    """Writes what a reload brings back: the request, and what the form (`values` of `tab.fields`) holds beside it."""
+    fresh = bool(values[len(tab.form.controls)])
+    write_values(request_file(studio.places), request_to_values(request) | {FRESH: fresh})
+
+
 def whole_request(studio: Studio) -> GenerationRequest:
     request, loras = remembered(studio)
     return replace(request, loras=loras)
@@ -185,12 +197,12 @@ def read_inputs(tab: Generate, values: tuple, studio: Studio) -> GenerationReque
 
 
 def fill(
-    tab: Generate, request: GenerationRequest, loras: tuple[LoraUse, ...], choices=None, *, fresh=None
+    tab: Generate, request: GenerationRequest, loras: tuple[LoraUse, ...], choices=None, *, fresh: bool
 ) -> tuple[list, list]:
-    """Updates for `tab.fields` and for `tab.others`."""
+    """Updates for `tab.fields` and for `tab.others`. `fresh`: a new seed each time."""
     rows = lora_rows.show([(use.path, use.strength) for use in loras], choices)
     boxes, ends = len(tab.rows.boxes), len(rows) - 2
-    fields = [*form.fill(tab.form, request), gr.skip() if fresh is None else fresh, *rows[boxes:ends]]
+    fields = [*form.fill(tab.form, request), fresh, *rows[boxes:ends]]
     return fields, [request.input_image, *rows[:boxes], *rows[ends:]]
 
 
@@ -205,9 +217,7 @@ def view(
     most = choice["most"]
     now = {
         "progress": (snapshot.revision, use),
-        "stage": (making, preview and snapshot.revision)
-        if making
-        else (choice["picture"], stamp(studio.places.outputs)),
+        "stage": (making, preview) if making else (choice["picture"], stamp(studio.places.outputs)),
         "thumbs": (choice["picture"], stamp(studio.places.outputs), most),
         "busy": busy(snapshot),
         "plan": (read_values(request_file(studio.places)), choice["card"], snapshot.state, plan_panel.answers(studio)),
@@ -222,7 +232,7 @@ def view(
         out[0] = progress_panel(snapshot) + graph(seen.get("use", ()), use, predicted=predicted, told=snapshot.memory)
     if "stage" in fresh:
         out[1] = (
-            gallery.preview_stage(studio, Path(preview) if preview else None)
+            gallery.preview_stage(Path(preview) if preview else None)
             if making
             else gallery.stage(studio, picture)
         )

@@ -10,13 +10,12 @@ from pathlib import Path
 import gradio as gr
 
 from backend.schema.messages import Trouble
-from backend.schema.request import GenerationRequest, request_to_values
+from backend.schema.request import GenerationRequest
 from studio import form, gallery, plan_panel, shelf
 from studio.asking import QUIET, ask, unchanged
-from studio.generate import Generate, fill, plan_of, read_inputs
+from studio.generate import Generate, fill, keep, plan_of, read_inputs
 from studio.pictures import is_inside, read_settings, to_trash
 from studio.restore import restore
-from studio.session import request_file, write_values
 from studio.studio import Studio
 from studio.words import faults_style, notice, trouble_notice
 
@@ -53,7 +52,7 @@ def _wire_form(studio: Studio, tab: Generate, ui: gr.BrowserState, redraw: Calla
             return gr.skip(), faults_style(wrong, prefix="set-")
         except OSError:
             return gr.skip(), ""  # the picture it starts from is being replaced; the next change comes soon
-        write_values(request_file(studio.places), request_to_values(request))
+        keep(studio, tab, request, values)
         return plan_of(studio, request, choice["card"]), ""
 
     also = (tab.start_picture.change, tab.rows.count.change)
@@ -87,7 +86,7 @@ def _wire_go(studio: Studio, tab: Generate, ui: gr.BrowserState, redraw: Callabl
                 raise Trouble("bad_value", "The prompt is empty.", hint="Write what the picture shows.")
             shelf.check_size(shelf.models(studio), request, studio)
             studio.engine.submit(request)
-            write_values(request_file(studio.places), request_to_values(request))
+            keep(studio, tab, request, values)
         except Trouble as trouble:
             return unchanged(tab.fields), trouble_notice(trouble), gr.skip()
         return _changes(tab, {"seed": request.seed}), "", choice | {"picture": ""}

@@ -27,17 +27,16 @@ class Studio:
     def preferences(self) -> Preferences:
         return read_preferences(self.places)
 
-    def address(self, path: Path | str, *, version: object = "") -> str:
-        """The URL of a file in one of the served folders; `version` makes a rewritten file a new address."""
+    def address(self, path: Path | str) -> str:
+        """The URL of a file in one of the served folders."""
         base = self.root_path.rstrip("/")
-        return f"{base}/gradio_api/file={quote(str(path))}" + (f"?v={version}" if version else "")
+        return f"{base}/gradio_api/file={quote(str(path))}"
 
     @property
     def served(self) -> tuple[Path, ...]:
         """The folders whose files the browser may read."""
         places = self.places
-        cache = places.cache
-        return (places.outputs, places.runs, cache / "thumbnails", cache / "previews", places.user / "inputs")
+        return (places.outputs, places.runs, places.cache / "thumbnails", places.user / "inputs")
 
 
 # A click on anything with `data-do` becomes the event "act" with what was meant; keys work as clicks do on buttons.

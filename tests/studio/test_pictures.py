@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 
@@ -10,7 +11,7 @@ from PIL import Image, PngImagePlugin
 
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest, LoraUse, request_to_values
-from studio import pictures
+from studio import gallery, pictures
 from studio.restore import content_hash, restore
 
 
@@ -31,6 +32,15 @@ def test_newest_first_and_no_more_than_asked(data):
     assert [path.stem for path in pictures.newest(data.outputs, most=10)] == ["3", "2", "1"]
     assert [path.stem for path in pictures.newest(data.outputs, most=2)] == ["3", "2"]
     assert pictures.newest(data.root / "nowhere", most=5) == []
+
+
+def test_a_preview_needs_no_file_once_it_is_shown(tmp_path):
+    path = tmp_path / "preview.webp"
+    Image.new("RGB", (8, 8), "red").save(path)
+    html = gallery.preview_stage(path)
+    path.unlink()
+    assert base64.b64decode(html.partition("base64,")[2].partition('"')[0])[:4] == b"RIFF" and "file=" not in html
+    assert "shimmer" in gallery.preview_stage(path) and "shimmer" in gallery.preview_stage(None)
 
 
 def test_settings_come_back_with_large_seeds(tmp_path):
