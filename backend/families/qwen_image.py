@@ -18,14 +18,20 @@ from backend.catalog.qwen_files import (
     original_vae,
     tell_variant,
 )
-from backend.families._qwen_pictures import edited_size, encode_references, load_processor, reference_pixels
+from backend.families._qwen_pictures import (
+    edited_size,
+    encode_references,
+    load_processor,
+    reference_pixels,
+    size_within,
+)
 from backend.families._qwen_text import MAX_TOKENS, encode_text, load_tokenizer, most_tokens
 from backend.families._qwen_vae import TILES, decode, encode_image, use_flat_convolutions
 from backend.schema.messages import Trouble
 
 __all__ = [
     "EDITING", "LORA_SIGNS", "MAX_TOKENS", "SIGNATURES", "TILES", "VARIANT_CONFIG", "config_from_shapes", "decode", "edited_size", "encode_image",
-    "encode_references", "encode_text", "load_processor", "load_tokenizer", "most_tokens", "reference_pixels", "tell_variant",
+    "encode_references", "encode_text", "load_processor", "load_tokenizer", "most_tokens", "reference_pixels", "size_within", "tell_variant",
 ]  # fmt: skip
 
 NAME = "qwen_image"
