@@ -87,28 +87,28 @@ def after(placement, unit: Unit, layer: Layer | None, module: nn.Module, args: t
         if not calls or calls[-1].module is not module or calls[-1].layer is not layer or calls[-1].unit is not unit:
             return None
         call = calls.pop()
-        if call.way_back is not None:
-            call.way_back.leave()
-            output = call.way_back.outputs(output)
+        way_back, call.way_back = call.way_back, None
+        if way_back is not None:
+            way_back.leave()
+            output = way_back.outputs(output)
         call.let_go(placement.motion)
-        return output if call.way_back is not None else None
+        return output if way_back is not None else None
 
 
 def _way_back(placement, call: Call) -> Pass:
     motion = placement.motion
 
-    def hold() -> None:
+    def hold(way_back: Pass) -> None:
         with placement.lock:
             call.hold(motion, -1)
-            placement.passes.add(found)
+            placement.passes.add(way_back)
 
-    def let_go() -> None:
+    def let_go(way_back: Pass) -> None:
         with placement.lock:
-            placement.passes.discard(found)
+            placement.passes.discard(way_back)
             call.let_go(motion)
 
-    found = Pass(hold, let_go, lambda: call.buffers(motion))
-    return found
+    return Pass(hold, let_go, lambda: call.buffers(motion))
 
 
 def _forget_broken(placement) -> None:

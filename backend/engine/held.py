@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakMethod
 
 import torch
 from torch.autograd import Function, Variable
@@ -50,13 +51,27 @@ class Kept:
         return self.value
 
 
+@dataclass(frozen=True)
+class Elsewhere:
+    """What hooks around the module (a block around this layer, checkpointing, activations kept in RAM) made of a saved tensor. It goes with the graph's
+    node, as the pass itself does not: those hooks hold a checkpoint's inputs."""
+
+    unpack: Callable
+    packed: object
+
+    def tensor(self) -> torch.Tensor:
+        return self.unpack(self.packed)
+
+
 class Pass:
     """One call, with gradients, of a module whose weights do not stay: from its inputs to its outputs, and back.
 
-    `hold` brings the weights, `let_go` releases them; `buffers` gives, while they are held, the buffers that they lie in, and always in the same order.
+    `hold` brings the weights, `let_go` releases them, each told of this pass; `buffers` gives, while they are held, the buffers that they lie in, and
+    always in the same order. None of them may refer to the pass, and while its
+    weights are held somebody else must: what the graph keeps has to go the moment that the graph goes.
     """
 
-    def __init__(self, hold: Callable[[], None], let_go: Callable[[], None], buffers: Callable[[], list[torch.Tensor]]):
+    def __init__(self, hold: Callable[[Pass], None], let_go: Callable[[Pass], None], buffers: Callable[[], list[torch.Tensor]]):
         self._hold, self._let_go, self._buffers = hold, let_go, buffers
         self.held = False
         self._addresses: dict[int, int] = {}
@@ -75,7 +90,7 @@ class Pass:
         """Called after the module, also when it raised."""
         if self._hooks is not None:
             self._hooks.__exit__(None, None, None)
-            self._hooks = None
+            self._hooks = self._outer = None
 
     def outputs(self, output):
         """What the module answers, made to fetch the weights again when its gradient arrives."""
@@ -84,32 +99,42 @@ class Pass:
     def begin_backward(self) -> None:
         if not self.held:
             self.held = True
-            self._hold()
-            Variable._execution_engine.queue_callback(self.end_backward)
+            self._hold(self)
+            Variable._execution_engine.queue_callback(_if_alive(self.end_backward))
 
     def end_backward(self) -> None:
         """Also called at the end of the whole backward pass: inputs without a gradient never tell."""
         if self.held:
             self.held = False
-            self._let_go()
+            self._let_go(self)
 
     def _pack(self, tensor: torch.Tensor):
         index = self._addresses.get(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else None
         if index is not None:
             offset = tensor.storage_offset() * tensor.element_size()
             return Place(lambda: self._buffer(index), offset, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
-        if self._outer is not None:  # a block around this layer, checkpointing, activations kept elsewhere
-            return self._outer[0](tensor)
+        if self._outer is not None:
+            pack, unpack = self._outer
+            return Elsewhere(unpack, pack(tensor))
         return Kept(tensor.detach(), tensor._version)
 
-    def _unpack(self, saved):
-        if isinstance(saved, Place | Kept):
-            return saved.tensor()
-        return self._outer[1](saved)
+    def _unpack(self, saved: Place | Kept | Elsewhere) -> torch.Tensor:
+        return saved.tensor()
 
     def _buffer(self, index: int) -> torch.Tensor:
         self.begin_backward()
         return self._buffers()[index]
+
+
+def _if_alive(method: Callable[[], None]) -> Callable[[], None]:
+    """A call of `method` that does not keep its object, and with it what that pass saved, until then."""
+    reference = WeakMethod(method)
+
+    def call() -> None:
+        if (found := reference()) is not None:
+            found()
+
+    return call
 
 
 class _Inputs(Function):

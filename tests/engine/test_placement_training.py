@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -147,4 +150,27 @@ def test_a_change_in_place_of_what_the_backward_needs_is_an_error(small):
     seen["x"].detach().add_(1)
     with pytest.raises(RuntimeError, match="in place"):
         out.float().sum().backward()
+    placed.close()
+
+
+@pytest.mark.parametrize("mode", ["plain", "checkpoint"])
+def test_what_a_block_began_from_goes_as_soon_as_its_backward_is_over(small, mode):
+    """Each later block's input before the first block's backward begins, without a collection: a step would else grow with the depth."""
+    part, build = small()
+    module = build()
+    placed = placement.place(module, part, VramConfig(**DISK), device="cpu")
+    placed.onload()
+    adapt(module)
+    module.checkpoints = {"plain": None, "checkpoint": False}[mode]
+    began, alive = [], []
+    for block in module.blocks:
+        block.register_forward_pre_hook(lambda layer, args, kwargs: began.append(weakref.ref((*args, *kwargs.values())[0].untyped_storage())), with_kwargs=True)
+    module.blocks[0].up.register_forward_hook(lambda layer, args, output: output.register_hook(lambda _: alive.append([ref() is not None for ref in began[:len(module.blocks)]])) and None)
+    gc.disable()
+    try:
+        module(**inputs(2)).float().square().mean().backward()
+    finally:
+        gc.enable()
+    assert len(alive[-1]) == len(module.blocks) and not any(alive[-1][2:]), alive
+    assert not any(ref() is not None for ref in began[1:])
     placed.close()
