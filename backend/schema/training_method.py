@@ -174,6 +174,20 @@ class MemorySection:
         label="Model CPU offload",
         level="advanced",
     )
+    resident_blocks: int | None = knob(
+        None,
+        help="Of the transformer's blocks that offloading fetches, so many stay on the device, evenly spread: fewer transfers for more "
+        "memory. Empty: as many as `vram` leaves room for, without that none.",
+        low=0,
+        high=10**4,
+        level="advanced",
+    )
+    offload_device: str = knob(
+        "ram",
+        help="Where weights that are fetched wait: in RAM, or in their file, which takes no RAM and is slower. On a CPU always the file.",
+        choices=("ram", "disk"),
+        level="advanced",
+    )
     cpu_offload_split_threshold: int | None = knob(
         None,
         help="Blocks with more than this are fetched in pieces, child by child: less memory for the fetched, more transfers. Empty: whole "

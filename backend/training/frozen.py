@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from backend.catalog.sizes import spread
 from backend.catalog.spec import PartSpec
 from backend.engine import placement
 from backend.engine.load import build_meta
+from backend.engine.units import Unit
 from backend.schema.messages import Trouble
 from backend.schema.vram import VramConfig
 
 FP8 = "float8_e4m3fn"
 
 
+@dataclass(frozen=True)
+class Kept:
+    """How a frozen part is kept: its four states, and how many of its fetched blocks stay on the device."""
+
+    states: VramConfig
+    resident_blocks: int = 0
+
+
 def keeping(
     model, memory, entries: Mapping[str, str], parts: Mapping[str, PartSpec], *, trained: tuple[str, ...], device: torch.device,
     dtype: torch.dtype, quantised: Collection[str] = (),
-) -> dict[str, VramConfig]:  # fmt: skip
-    """Part -> its four states, for the parts that are not simply kept where they compute.
+) -> dict[str, Kept]:  # fmt: skip
+    """Part -> how it is kept, for the parts that are not simply kept where they compute.
 
     `fp8_models` and `offload_models` name parts as they were given on the command line (`entries`), or by their own names; an entry that names
     none is an error, and so are a part whose own weights train and one that is `quantised`.
     """
     eight = _named(model.fp8_models, "fp8_models", entries, parts)
     away = _named(model.offload_models, "offload_models", entries, parts)
-    _check_split(memory, away)
     for name in eight:
         if name in trained:
             raise Trouble(
@@ -40,6 +51,7 @@ def keeping(
         )
     if memory.enable_model_cpu_offload:
         away |= set(parts) - set(trained)
+    _check_fetched(memory, away)
     for name in sorted((eight | away) & set(quantised)):
         flag = "fp8_models" if name in eight else "enable_model_cpu_offload or --offload_models"
         raise Trouble(
@@ -47,17 +59,26 @@ def keeping(
             hint="Name it in one of them only; --offload_models names single parts.",
         )  # fmt: skip
     return {
-        name: _states(name in eight, name in away, device, torch.float32 if name == "vae" else dtype)
+        name: Kept(
+            _states(name in eight, name in away, device, torch.float32 if name == "vae" else dtype, in_file=memory.offload_device == "disk"),
+            (memory.resident_blocks or 0) if name == "dit" and name in away else 0,
+        )
         for name in {*eight, *away}
     }
 
 
-def _check_split(memory, away: Collection[str]) -> None:
-    if memory.cpu_offload_split_threshold is not None and not memory.enable_model_cpu_offload and not away:
-        raise Trouble(
-            "bad_value", "--cpu_offload_split_threshold says in which pieces weights are fetched, but none are offloaded.",
-            hint="Set --enable_model_cpu_offload or --offload_models, or leave it out.",
-        )  # fmt: skip
+def _check_fetched(memory, away: Collection[str]) -> None:
+    """Raises Trouble for what is said of fetched weights where there are none."""
+    said = [
+        ("cpu_offload_split_threshold", "says in which pieces weights are fetched", memory.cpu_offload_split_threshold is not None and not away),
+        ("resident_blocks", "says how many of the transformer's fetched blocks stay", bool(memory.resident_blocks) and "dit" not in away),
+    ]  # fmt: skip
+    for name, words, wrong in said:
+        if wrong:
+            raise Trouble(
+                "bad_value", f"--{name} {words}, but none are offloaded.",
+                hint="Set --enable_model_cpu_offload or --offload_models, or leave it out.",
+            )  # fmt: skip
 
 
 def _named(text: str | None, setting: str, entries: Mapping[str, str], parts: Mapping[str, PartSpec]) -> set[str]:
@@ -98,29 +119,38 @@ def listed_paths(text: str | None, setting: str = "model_paths") -> list[list[st
     raise Trouble("bad_value", f"--{setting} holds {text!r}, which is not a JSON list of files.")
 
 
-def _states(eight: bool, away: bool, device: torch.device, dtype: torch.dtype) -> VramConfig:
-    """Away from a card is RAM; away from a CPU is the file on disk, in the format that it has there."""
-    computing = {"computation_dtype": str(dtype).removeprefix("torch."), "computation_device": _name(device)}
-    stored = FP8 if eight else computing["computation_dtype"]
-    if away and device.type == "cpu":
-        places = {"offload_device": "disk", "onload_device": "disk", "preparing_device": "disk"}
-        return VramConfig(**places, **computing)
-    place = "cpu" if away else _name(device)
-    dtypes = {"offload_dtype": stored, "onload_dtype": stored, "preparing_dtype": stored}
-    return VramConfig(**dtypes, offload_device=place, onload_device=place, preparing_device=place, **computing)
+def _states(eight: bool, away: bool, device: torch.device, dtype: torch.dtype, *, in_file: bool) -> VramConfig:
+    """Away from a card is RAM, or with `in_file` the file; away from a CPU is the file, and nothing is then stored in another format.
+    Blocks of an offloaded part that stay do so in the preparing state."""
+    computing = str(dtype).removeprefix("torch.")
+    in_file = away and (in_file or device.type == "cpu")
+    stored = FP8 if eight and not (away and device.type == "cpu") else computing
+    waits = {"dtype": None, "device": "disk"} if in_file else {"dtype": stored, "device": "cpu" if away else _name(device)}
+    return VramConfig(
+        offload_dtype=waits["dtype"], offload_device=waits["device"], onload_dtype=waits["dtype"], onload_device=waits["device"],
+        preparing_dtype=stored, preparing_device=_name(device), computation_dtype=computing, computation_device=_name(device),
+    )  # fmt: skip
 
 
 def _name(device: torch.device) -> str:
     return "cpu" if device.type == "cpu" else str(device)
 
 
-def place(
-    part: PartSpec, states: VramConfig, *, device: torch.device, split_bytes: int | None = None
-) -> torch.nn.Module:
-    """The part's network with its weights where `states` says, ready to be called; gradients pass through it to adapters.
+def place(part: PartSpec, kept: Kept, *, device: torch.device, split_bytes: int | None = None) -> torch.nn.Module:
+    """The part's network with its weights as `kept` says, ready to be called; gradients pass through it to adapters.
 
     `split_bytes`: blocks with more are fetched in pieces, child by child.
     """
     module = build_meta(part)
-    placement.place(module, part, states, device=device, split_bytes=split_bytes).onload()
+    placed = placement.place(module, part, kept.states, device=device, split_bytes=split_bytes, resident=())
+    placed.resident = staying(placed.blocks, kept.resident_blocks)
+    placed.onload()
     return module.eval().requires_grad_(False)
+
+
+def staying(units: Sequence[Unit], count: int) -> tuple[int, ...]:
+    """The numbers of the `units` that stay where `count` blocks do: all pieces of a block share its number (`layers.3` of `layers.3.mlp`)."""
+    blocks = [re.match(r"(.*?\.\d+)(\.|$)", unit.name).group(1) for unit in units]
+    order = list(dict.fromkeys(blocks))
+    kept = {order[index] for index in spread(len(order), min(count, len(order)))}
+    return tuple(index for index, block in enumerate(blocks) if block in kept)

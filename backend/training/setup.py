@@ -11,23 +11,25 @@ import torch
 from backend.catalog.spec import PartSpec
 from backend.engine.lora import Adapters
 from backend.schema.messages import Trouble
-from backend.schema.vram import VramConfig
 from backend.training import shards, stored
 from backend.training.adapters import Adapter, add_adapter, load_adapter
 from backend.training.attention import plain_on_cpu
-from backend.training.base import DTYPES, Base, find_base, load_parts, tokenizer_folder
+from backend.training.base import DTYPES, Base, find_base, load_parts
 from backend.training.batches import Batch
 from backend.training.beside import Beside
-from backend.training.captions import lines_of
+from backend.training.conditions import add_samples, fill_told, is_editing, processor_of, told_to_draw
 from backend.training.dataset import Dataset, read_dataset, read_folder
 from backend.training.extras import check_flags, check_steps
-from backend.training.frozen import keeping
+from backend.training.frozen import Kept, keeping
 from backend.training.learner import Learner, named_trainable
-from backend.training.material import Source, Wishes, fill_prompts, free_memory, prepare_source, split_off
+from backend.training.material import free_memory, prepare_source, split_off
 from backend.training.optimizers import Mean, check_optimizer, make_optimizers
 from backend.training.quantised import Quantised, read_options
+from backend.training.readers import processor_folder, tokenizer_folder
 from backend.training.reporter import Reporter
 from backend.training.run import Run, gather, lora_part, trained_parts
+from backend.training.shares import Wishes
+from backend.training.source import Source, worded
 
 
 @dataclass
@@ -36,13 +38,15 @@ class Loader:
 
     base: Base
     trained: tuple[str, ...]
-    kept: Mapping[str, VramConfig]
+    kept: Mapping[str, Kept]
     quantised: Mapping[str, Quantised]
     split_bytes: int | None
     dtype: torch.dtype
     device: torch.device
     through_ram: bool
     tokenizer: object
+    processor: object = None  # of a model that edits
+    processor_digest: str = ""
     parts: dict[str, torch.nn.Module] = field(default_factory=dict)
 
     def __call__(
@@ -54,7 +58,7 @@ class Loader:
             kept=self.kept, quantised=self.quantised, before_rounding=before_rounding, split_bytes=self.split_bytes,
             through_ram=self.through_ram,
         )  # fmt: skip
-        return {**{name: self.parts[name] for name in names}, "tokenizer": self.tokenizer}
+        return {**{name: self.parts[name] for name in names}, "tokenizer": self.tokenizer, "processor": self.processor}
 
     def drop_all_but(self, names: Iterable[str]) -> None:
         for name in set(self.parts) - set(names):
@@ -99,7 +103,7 @@ def make_loader(config, accelerator) -> Loader:
     """Finds the base and decides how its parts are kept. Raises Trouble for parts that cannot train so."""
     with accelerator.main_process_first():  # one downloads what is missing, the others find it
         base = find_base(config.model)
-    check_flags(config, base.family)
+    check_flags(config, base.family, variant=base.spec.variant, title=base.spec.title)
     check_optimizer(config.training)
     trained, part, device = trained_parts(config), lora_part(config), accelerator.device
     dtype = _dtype(config, device)
@@ -117,10 +121,15 @@ def make_loader(config, accelerator) -> Loader:
         )
     shards.check(config, kept=kept, quantised=quantised)
     split = config.memory.cpu_offload_split_threshold
+    looks, digest = None, ""
+    if is_editing(base):
+        looks, digest = processor_of(processor_folder(config.model, base), base, pixels=config.dataset.edit_pixels)
     return Loader(
         base=base, trained=trained, kept=kept, quantised=quantised, split_bytes=None if split is None else split * 2**20,
         dtype=dtype, device=device,
-        through_ram=config.model.initialize_model_on_cpu, tokenizer=base.family.load_tokenizer(_tokenizer(config, base)),
+        through_ram=config.model.initialize_model_on_cpu,
+        tokenizer=base.family.load_tokenizer(tokenizer_folder(config.model, base)),
+        processor=looks, processor_digest=digest,
     )  # fmt: skip
 
 
@@ -129,24 +138,25 @@ def make_source(
 ) -> Source:
     """What is trained on, encoded. `into`: encodings go to that folder, for a later run."""
     reporter.phase("caching")
-    samples = lines_of(config.samples.sample_prompts)
     trains_text = "text_encoder" in load.trained or lora_part(config) == "text_encoder"
     wishes = _wishes(accelerator, reporter, trains_text=trains_text, dtype=load.dtype)
     if config.training.task.endswith(":train"):
         source = stored.read(Path(config.dataset.dataset_base_path), load.base, config)
-        unknown = [prompt for prompt in (*samples, " ") if source.texts is not None and prompt not in source.texts]
-        if samples and unknown:
-            fill_prompts(source, load.base, load, wishes, unknown)
+        source.processor = load.processor_digest
+        add_samples(source, load.base, load, wishes)
+        unknown = [one for one in told_to_draw(source) if source.texts is not None and worded(*one) not in source.texts]
+        if unknown:
+            fill_told(source, load.base, load, wishes, unknown)
         return source
-    data = read_data(config, index=index)
+    data = read_data(config, index=index, edits=is_editing(load.base))
     for note in data.notes:
         reporter.note(note)
     check_steps((item.steps for item in data.items), config.training.batch_size)
-    return prepare_source(data, load.base, config, load, wishes, more_prompts=samples, folder=into)
+    return prepare_source(data, load.base, config, load, wishes, folder=into, processor=load.processor_digest)
 
 
-def read_data(config, *, index: Path) -> Dataset:
-    data = read_dataset(config.dataset, trigger=config.dataset.trigger_word, index=index)
+def read_data(config, *, index: Path, edits: bool) -> Dataset:
+    data = read_dataset(config.dataset, trigger=config.dataset.trigger_word, index=index, edits=edits)
     if config.prior.regularisation_path:
         prior = read_folder(Path(config.prior.regularisation_path), prior=True)
         data = Dataset(items=(*data.items, *prior.items), notes=(*data.notes, *prior.notes), broken=data.broken)
@@ -155,7 +165,7 @@ def read_data(config, *, index: Path) -> Dataset:
 
 def make_learner(config, load: Loader, source: Source) -> tuple[Learner, Adapter | None]:
     """The module that trains, with its adapter; encoders that are no longer needed are dropped first."""
-    needed = ["dit"] if source.texts is not None else ["dit", "text_encoder"]
+    needed = ["dit"] if source.texts is not None else ["dit", "text_encoder", *(["vision"] if source.references else [])]
     merging = _preset_part(config.lora, needed)
     rounded = {merging} & set(load.quantised)  # a LoRA is merged into full weights, before they are rounded
     load.drop_all_but(set(needed) - set(load.trained) - rounded)
@@ -165,10 +175,10 @@ def make_learner(config, load: Loader, source: Source) -> tuple[Learner, Adapter
             _merge_preset(module, name, config.lora, load, hot=name in load.kept)
 
     parts = {name: module for name, module in load(needed, to_train=True, before_rounding=merge).items() if name in needed}
-    plain_on_cpu(parts["dit"], tokens=max(height * width for height, width in source.sizes) // 256)
+    plain_on_cpu(parts["dit"], tokens=max(map(source.pixels, range(len(source.items)))) // 256)
     if merging and not rounded:
         merge(merging, parts[merging])
-    learner = Learner(load.base.family, parts, tokenizer=load.tokenizer, dtype=load.dtype)
+    learner = Learner(load.base.family, parts, tokenizer=load.tokenizer, processor=load.processor, dtype=load.dtype)
     adapter = _make_trainable(learner, config, load.base, load.trained, lora_part(config))
     memory = config.memory
     if memory.use_gradient_checkpointing or memory.use_gradient_checkpointing_offload:
@@ -200,17 +210,6 @@ def _dtype(config, device: torch.device) -> torch.dtype:
     if config.training.mixed_precision == "fp16" and device.type == "cpu":
         raise Trouble("bad_value", "Mixed precision fp16 does not train on a CPU.", hint="Use bf16 or no.")
     return DTYPES[config.training.mixed_precision]
-
-
-def _tokenizer(config, base: Base) -> Path:
-    folder = tokenizer_folder(config.model, base)
-    if folder is None or not folder.is_dir():
-        raise Trouble(
-            "missing_file",
-            f"The tokenizer of {base.spec.title} was not found ({folder}).",
-            hint="Set --tokenizer_path.",
-        )
-    return folder
 
 
 def _check_parts(parts: Mapping[str, PartSpec], names: tuple[str, ...], *, title: str) -> None:
