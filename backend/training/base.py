@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -136,9 +137,15 @@ def _own_weights(module: torch.nn.Module) -> None:
 
 def part_digest(base: Base, name: str) -> str:
     """A hash of a part's files: all bytes of small ones; header and samples throughout of large ones."""
+    facts = [(path, path.stat()) for path in base.spec.parts[name].files]
+    return _digest(tuple((path, fact.st_size, fact.st_mtime_ns) for path, fact in facts))
+
+
+@functools.lru_cache(maxsize=16)
+def _digest(files: tuple[tuple[Path, int, int], ...]) -> str:
+    """The hash of files by path, size and time: every result's header holds it, and reading them all again would hold up its save."""
     digest = hashlib.sha256()
-    for path in base.spec.parts[name].files:
-        size = path.stat().st_size
+    for path, size, _ in files:
         digest.update(str(size).encode())
         with path.open("rb") as file:
             if size <= 2**26:

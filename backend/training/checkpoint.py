@@ -35,6 +35,10 @@ class State:
     random: list[dict] = field(default_factory=list)  # one per process
     facts: dict = field(default_factory=dict)
 
+    def tensors(self) -> list:
+        """What weighs something."""
+        return [self.weights, self.optimizers, self.mean]
+
 
 def save_state(folder: Path, state: State) -> Path:
     """Writes `folder/checkpoints/step-…`. Raises Trouble("disk_full") with nothing of it left behind."""

@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from backend.schema.messages import Trouble
@@ -36,9 +37,7 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        for file in temporary.iterdir():
-            sync(file)
-        sync(temporary)
+        _sync_all([*temporary.iterdir(), temporary])
         discard_folder(folder)
         temporary.rename(folder)
         sync(folder.parent)
@@ -64,6 +63,12 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _sync_all(paths: list[Path]) -> None:
+    """`sync` of all at once: a disk does that for several in hardly more time than for one."""
+    with ThreadPoolExecutor(len(paths)) as pool:
+        list(pool.map(sync, paths))
 
 
 def write_text(path: Path, text: str) -> None:

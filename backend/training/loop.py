@@ -75,7 +75,6 @@ def _train(run: Run) -> str:
         loss = one_step(run, groups)
         bad = 0 if loss is not None else bad + 1
         _check_bad(run, bad, step)
-        run.writer.check()
         if loss is not None and run.mean:
             run.mean.update(step + 1)
         if loss is not None:
@@ -123,6 +122,8 @@ def _epochs(run: Run) -> Callable[[int], list[Batch]]:
 def one_step(run: Run, groups: list[list[Batch]]) -> float | None:
     """One optimizer step over `groups` [accumulation][process]: the mean error of its samples, or None where it was no number.
 
+    What the save before it failed by is raised here, and the step is then not made.
+
     The gradient is that of the mean over all samples of the step, however they are spread over batches and processes.
     """
     accelerator, model = run.accelerator, run.model
@@ -141,6 +142,7 @@ def one_step(run: Run, groups: list[list[Batch]]) -> float | None:
         errors += each.sum()
     norm = accelerator.clip_grad_norm_(list(run.weights.values()), run.config.training.max_grad_norm or float("inf"))
     good = math.isfinite(shards.number(norm))
+    run.writer.wait()  # what is being saved is what this step begins from: nothing changes, and nothing is made, before it is on the disk
     if run.beside:
         run.beside.step(run.optimizers, good=good)
     elif good or accelerator.scaler is not None:  # a scaler skips the step itself, and lowers its scale

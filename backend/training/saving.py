@@ -1,7 +1,8 @@
-"""What a run saves: results and full states, written beside the steps that follow where RAM has room for a copy."""
+"""What a run saves: results and full states, written beside the step that follows."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,67 +12,56 @@ from backend.training import shards
 from backend.training.checkpoint import State, list_states, prune_states, random_state, save_result, save_state
 from backend.training.results import result_metadata, result_tensors
 from backend.training.run import Run, gather
-from backend.training.writer import copied, fits_beside, nbytes
+from backend.training.writer import fits_beside, in_ram, nbytes
 
 
 def save(run: Run, name: str, *, step: int, epoch: int, wait: bool) -> None:
     """The result `name`, then the full state: a run that dies between the two makes the result again.
 
-    Both are written by a thread while training goes on, after a copy in RAM, if there is room for one; with `wait`, or
-    without room, they are on the disk when this returns. What the save before failed by is raised here.
+    A thread writes them while the next step computes; its optimizer waits for them (`loop.one_step`), so that no more steps
+    than those between two saves are ever lost, and so that nothing written changes meanwhile. With `wait`, or where RAM has no
+    room for what lies on a card, they are on the disk when this returns.
     """
     run.reporter.phase("saving")
     states = gather(run.accelerator, random_state())
-    spread = _spread(run, step, states) if shards.asked() else None
+    if run.first or shards.asked():  # weights that are spread are put together by all
+        state, result = _state(run, step, states), _result(run)
+        beside = not wait and fits_beside(nbytes(state.tensors(), elsewhere=True) * 2)
+        state = _in_ram(state) if beside else state
     if run.first:
-        run.writer.finish()
-        state = spread[0] if spread else _state(run, step, states)
-        apart = not wait and fits_beside(nbytes([state.weights, state.optimizers, state.mean]) * 2)
-        result = spread[1] if spread else _result(run, apart=apart)
-        state = copied_state(state) if apart and not spread else state
-        run.writer.start(lambda: _write(run, name, result, state, epoch=epoch))
-        if not apart:
+        run.writer.start(lambda kept: _write(run, name, result, state, epoch=epoch, kept=kept))
+        if not beside:
             run.writer.finish()
     if wait:
         run.accelerator.wait_for_everyone()
     run.reporter.phase("training", 1, 1)
 
 
-def _spread(run: Run, step: int, states: list[dict]) -> tuple[State, dict]:
-    """State and result put together from all processes, in RAM."""
-    state = _state(run, step, states)
-    for name in ("weights", "optimizers", "mean"):
-        setattr(state, name, shards.whole(getattr(state, name)))
-    return state, _result(run, apart=False)
-
-
 def _state(run: Run, step: int, states: list[dict]) -> State:
+    """The state as it is now: tensors that train themselves, or what spread ones are put together to."""
     return State(
-        step=step, weights=run.weights, optimizers=[optimizer.state_dict() for optimizer in run.optimizers],
-        mean=run.mean.values if run.mean else None,
+        step=step, weights=shards.whole(run.weights), optimizers=shards.whole([one.state_dict() for one in run.optimizers]),
+        mean=shards.whole(run.mean.values) if run.mean else None,
         scaler=run.accelerator.scaler.state_dict() if run.accelerator.scaler else None, random=states,
     )  # fmt: skip
 
 
-def copied_state(state: State) -> State:
-    """The same state with tensors of its own."""
-    return State(step=state.step, weights=copied(state.weights), optimizers=copied(state.optimizers),
-                 mean=copied(state.mean), scaler=copied(state.scaler), random=state.random)  # fmt: skip
+def _in_ram(state: State) -> State:
+    return dataclasses.replace(state, weights=in_ram(state.weights), optimizers=in_ram(state.optimizers), mean=in_ram(state.mean))
 
 
-def _result(run: Run, *, apart: bool) -> dict:
-    """What the result holds: the running mean's weights where there is one. `apart`: no tensor is one that trains."""
-    if run.mean:
-        run.mean.swap()
+def _result(run: Run) -> dict:
+    """What the result holds, in RAM: the running mean's weights where there is one."""
+    if not run.mean:
+        return result_tensors(run)
+    run.mean.swap()
     try:
-        tensors = result_tensors(run)
-        return copied(tensors) if apart or run.mean else tensors
+        return {name: tensor.clone() for name, tensor in result_tensors(run).items()}  # they are swapped back below
     finally:
-        if run.mean:
-            run.mean.swap()
+        run.mean.swap()
 
 
-def _write(run: Run, name: str, tensors: dict, state: State, *, epoch: int) -> None:
+def _write(run: Run, name: str, tensors: dict, state: State, *, epoch: int, kept: Callable[[], None]) -> None:
     metadata = result_metadata(run, step=state.step, epoch=epoch)
     path = run.output / f"{name}.safetensors"
     _with_room(run, lambda: save_result(path, tensors, metadata))
@@ -79,8 +69,9 @@ def _write(run: Run, name: str, tensors: dict, state: State, *, epoch: int) -> N
     run.reporter.event("saved", path=str(path), step=state.step)
     state.facts = facts(run)
     path = _with_room(run, lambda: save_state(run.folder, state))
-    prune_states(run.folder, keep=run.config.output.keep_checkpoints, keep_every=run.config.output.keep_every)
     run.reporter.event("checkpoint", step=state.step, path=str(path))
+    kept()
+    prune_states(run.folder, keep=run.config.output.keep_checkpoints, keep_every=run.config.output.keep_every)
 
 
 def _with_room(run: Run, write: Callable[[], Path]) -> Path:

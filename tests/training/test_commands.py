@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from backend.schema.places import PROJECT
 from backend.training.__main__ import main
+from tests.training.kill_campaign import Held
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
@@ -135,15 +136,16 @@ FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_
 
 
 def test_two_processes_train_as_one_with_twice_the_turns(launch, data, tiny_qwen: Path, pictures: Path, run_training, tmp_path):
-    """Whole weights, a LoRA beside offloaded ones, weights spread by FSDP; and the first cause of a failure is said once."""
+    """Whole weights, a LoRA beside offloaded ones, weights spread by FSDP; a save that does not end holds them up, and the first cause of a
+    failure is said once."""
     shared = ["--model", str(tiny_qwen), "--dataset_base_path", str(pictures), "--max_pixels", "4096", "--max_steps", "4", "--lora_rank", "4",
               "--mixed_precision", "no", "--learning_rate", "1e-3", "--save_dtype", "float32"]  # fmt: skip
     runs = {
         "whole": {"flags": WHOLE},
         "offloaded": {"flags": ["--enable_model_cpu_offload"]},
-        "spread": {"flags": (*SPREAD, "--save_steps", "2"), "environment": FSDP},
+        "spread": {"flags": (*SPREAD, "--save_steps", "2", *Held.flags), "environment": FSDP},
         "resumed": {"flags": (*SPREAD, "--resume_from_checkpoint", str(data.root / "spread/checkpoints/step-000002")), "environment": FSDP},
-        "dropping": {"flags": ["--lora_dropout", "0.3", "--save_steps", "2"]},
+        "dropping": {"flags": ["--lora_dropout", "0.3", "--save_steps", "2", *Held.flags]},
         "dropped": {"flags": ["--lora_dropout", "0.3", "--resume_from_checkpoint", str(data.root / "dropping/checkpoints/step-000002")]},
         "failing": {"flags": ["--dataset_base_path", str(tmp_path)]},
     }
@@ -151,7 +153,12 @@ def test_two_processes_train_as_one_with_twice_the_turns(launch, data, tiny_qwen
         run["flags"] = [*shared, *run["flags"], "--output_path", str(data.root / name)]
     (data.root / "runs.json").write_text(json.dumps(list(runs.values())))
     several = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    held = {name: Held(data.root / name) for name in ("spread", "dropping")}
     child = launch([*LAUNCH, *several, "-m", "tests.training.several", str(data.root / "runs.json")])
+    for name, saving in held.items():
+        with saving:  # the first save does not come to its end: a kill now would lose what was made since the start
+            time.sleep(0.5)
+            assert steps(data.root / name) == [1, 2], name
     assert child.wait(600) != 0
     said = [json.loads(line) for line in (data.root / "failing" / "events.jsonl").read_text().splitlines()]
     assert [event["kind"] for event in said if event["event"] == "trouble"] == ["empty_dataset"], log(data)
