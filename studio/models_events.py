@@ -8,13 +8,12 @@ from pathlib import Path
 import gradio as gr
 
 from backend.catalog import library
-from studio import again, shelf, tools
-from studio.asking import QUIET
+from studio import again, form, shelf, tools
+from studio.asking import QUIET, ask, unchanged
 from studio.models import UNKNOWN, ModelsTab, chosen
 from studio.pictures import is_inside, to_trash
-from studio.session import training_file, write_config
 from studio.studio import Studio
-from studio.train import Train, fill, remembered
+from studio.train import Train, remembered
 from studio.words import notice
 
 
@@ -49,18 +48,18 @@ def wire(
 
     redraw(tab.family.input(correct, [tab.family, ui, looks], looks, **QUIET))
 
-    def train_again(choice: dict):
+    fields = train.form.components
+
+    def train_again(choice: dict, *values):
         spec = chosen(studio, choice["lora"])
         if spec is None:
-            return [choice, gr.skip(), *[gr.skip()] * len(train.form_outputs), gr.skip()]
-        config = again.config_of(spec, remembered(studio))
-        write_config(training_file(studio.places), config)
-        words = notice(
-            f"The form holds what {spec.path.name} says about its training. Choose the pictures.", kind="good"
-        )
-        return [choice, gr.Tabs(selected="train"), *fill(studio, train, config), words]
+            return unchanged(fields), gr.skip(), gr.skip()
+        wanted = form.differing(train.form, again.config_of(spec, remembered(studio)), values)
+        wanted = {name: value for name, value in wanted.items() if name not in again.FOREIGN}
+        words = f"The form holds what {spec.path.name} says about its training. Choose the pictures."
+        return form.changes(train.form, wanted), gr.Tabs(selected="train"), notice(words, kind="good")
 
-    redraw(tab.buttons["again"].click(train_again, ui, [ui, tabs, *train.form_outputs, train.said], **QUIET))
+    redraw(ask(tab.buttons["again"].click, train_again, [ui], fields, [tabs, train.said], train.keeping))
 
 
 def _wire_search(tab: ModelsTab, looks: gr.State, redraw: Callable) -> None:

@@ -58,12 +58,8 @@ class Train:
 
     @property
     def others(self) -> list:
-        """What `fill` has updates for besides the form's controls."""
+        """What `fill_remembered` has updates for besides the form's controls."""
         return [self.command, self.editor, self.page, self.preset]
-
-    @property
-    def form_outputs(self) -> list:
-        return [*self.form.components, *self.others]
 
     @property
     def live_outputs(self) -> list:
@@ -109,105 +105,112 @@ def set_values(folder: str, values: dict[str, object]) -> dict[str, object]:
 
 
 def build(studio: Studio) -> Train:
-    """Lays the tab out."""
+    """Lays the tab out: what is trained and how on the left, the run that is watched and all others on the right."""
     config = remembered(studio)
-    knobs = {item.name: item for item in knobs_of(TrainingConfig)}
-    values = to_values(config)
-    made: dict[str, gr.components.Component] = {}
     with gr.Row(elem_classes="columns"):
         with gr.Column(scale=6, min_width=330, elem_classes="left"):
-            with gr.Column(elem_classes="plain-group"):
-                made["dataset_base_path"] = gr.Dropdown(
-                    choices=captions.choices(studio.places),
-                    value=config.dataset.dataset_base_path or None,
-                    allow_custom_value=True,
-                    label="Pictures",
-                    info="A set that comes with Loft, one of your own, or the path of any folder.",
-                    elem_id="set-dataset_base_path",
-                )
-                dataset_said = gr.HTML("", elem_id="dataset-said")
-                with gr.Accordion("Pictures and captions", open=False, elem_id="captions-fold", elem_classes="fold"):
-                    shown = live(name="editor", script=SCRIPT)
-                    page = gr.State(0)
-                with gr.Accordion("Upload pictures", open=False, elem_id="upload-fold", elem_classes="fold"):
-                    upload_name = gr.Textbox(label="Name of the new set", placeholder="my-cat", elem_id="upload-name")
-                    upload = gr.File(
-                        label="Pictures, and text files of the same names for captions",
-                        file_count="multiple",
-                        type="filepath",
-                        height=120,
-                        elem_id="upload-files",
-                    )
-            preset = gr.Dropdown(
-                choices=presets.choices(studio.places),
-                value=presets.OWN,
-                label="Preset",
-                info="Fills in how to train; pictures, name and prompts stay.",
-                elem_id="preset",
-            )
-            made |= form.rows([knobs[name] for name in ESSENTIAL], values)
-            with gr.Row(elem_classes="go-row"):
-                start = gr.Button("Start training", variant="primary", elem_id="train-start")
-            said = gr.HTML("", elem_id="train-said")
-            faults = gr.HTML("", elem_id="train-faults", elem_classes="faults")
-            plan = live(name="train-plan")
-            alone = () if len(card.probe()) > 1 else ("devices",)
-            made |= form.folds(
-                TrainingConfig, config, skip=(*tuple(made), *alone, "output_path", "resume_from_checkpoint")
-            )
-            with gr.Accordion("The same as a command", open=False, elem_id="command-fold", elem_classes="fold"):
-                command = gr.Code(
-                    language="shell",
-                    interactive=False,
-                    wrap_lines=True,
-                    show_line_numbers=False,
-                    show_label=False,
-                    buttons=["copy"],
-                    lines=2,
-                    max_lines=14,
-                    elem_id="command",
-                )
+            source, dataset = _dataset_block(studio, config)
+            made, asked = _settings_block(studio, config, {"dataset_base_path": source})
+            command = _command_block()
         with gr.Column(scale=6, min_width=330, elem_classes="right"):
-            run_said = gr.HTML("", elem_id="run-said")
-            head = live(name="run-head")
-            with gr.Row(elem_classes="actions"):
-                buttons = {
-                    name: gr.Button(
-                        words, size="sm", min_width=110, visible=False, elem_id=f"run-{name}",
-                        variant="stop" if name == "kill" else "secondary",
-                    )
-                    for name, words in RUN_BUTTONS.items()
-                }  # fmt: skip
-            curve = live(name="run-curve")
-            samples = live(name="run-samples")
-            results = live(name="run-results")
-            with gr.Accordion("Log", open=False, visible=False, elem_id="log-fold", elem_classes="fold") as log_fold:
-                log = live(name="run-log")
-            runs_region = live(name="runs")
+            watched_run = _run_block()
     ordered = {item.name: made[item.name] for item in knobs_of(TrainingConfig) if item.name in made}
-    return Train(
-        Form(TrainingConfig, ordered), preset, dataset_said, upload, upload_name, shown, page, command, start, said, plan,
-        head, buttons, curve, samples, results, log, log_fold, runs_region, run_said,
-        faults, keeping(),
-    )  # fmt: skip
+    return Train(form=Form(TrainingConfig, ordered), **dataset, **asked, command=command, **watched_run, keeping=keeping())
 
 
-def fill(studio: Studio, tab: Train, config: TrainingConfig) -> list:
-    """Updates for `tab.form_outputs`."""
-    values = form.fill(tab.form, config)
-    names = list(tab.form.controls)
-    at = names.index("dataset_base_path")
-    values[at] = gr.update(choices=captions.choices(studio.places), value=config.dataset.dataset_base_path or None)
-    now = presets.matching(config, presets.presets(studio.places))
-    choice = gr.update(choices=presets.choices(studio.places), value=now)
-    return [*values, command_of(config), shown_editor(config, 0), 0, choice]
+def _dataset_block(studio: Studio, config: TrainingConfig) -> tuple[gr.Dropdown, dict]:
+    """The set of pictures, its captions, and the way to bring in others."""
+    with gr.Column(elem_classes="plain-group"):
+        source = gr.Dropdown(
+            choices=captions.choices(studio.places),
+            value=config.dataset.dataset_base_path or None,
+            allow_custom_value=True,
+            label="Pictures",
+            info="A set that comes with Loft, one of your own, or the path of any folder.",
+            elem_id="set-dataset_base_path",
+        )
+        said = gr.HTML("", elem_id="dataset-said")
+        with gr.Accordion("Pictures and captions", open=False, elem_id="captions-fold", elem_classes="fold"):
+            shown = live(name="editor", script=SCRIPT)
+            page = gr.State(0)
+        with gr.Accordion("Upload pictures", open=False, elem_id="upload-fold", elem_classes="fold"):
+            name = gr.Textbox(label="Name of the new set", placeholder="my-cat", elem_id="upload-name")
+            upload = gr.File(
+                label="Pictures, and text files of the same names for captions",
+                file_count="multiple",
+                type="filepath",
+                height=120,
+                elem_id="upload-files",
+            )
+    return source, {"dataset_said": said, "editor": shown, "page": page, "upload": upload, "upload_name": name}
+
+
+def _settings_block(studio: Studio, config: TrainingConfig, made: dict) -> tuple[dict, dict]:
+    """How to train: preset, the settings that matter most, Start with its estimate, and all other settings in folds."""
+    knobs = {item.name: item for item in knobs_of(TrainingConfig)}
+    preset = gr.Dropdown(
+        choices=presets.choices(studio.places),
+        value=presets.OWN,
+        label="Preset",
+        info="Fills in how to train; pictures, name and prompts stay.",
+        elem_id="preset",
+    )
+    made = made | form.rows([knobs[name] for name in ESSENTIAL], to_values(config))
+    with gr.Row(elem_classes="go-row"):
+        start = gr.Button("Start training", variant="primary", elem_id="train-start")
+    said = gr.HTML("", elem_id="train-said")
+    faults = gr.HTML("", elem_id="train-faults", elem_classes="faults")
+    plan = live(name="train-plan")
+    alone = () if len(card.probe()) > 1 else ("devices",)
+    made |= form.folds(TrainingConfig, config, skip=(*made, *alone, "output_path", "resume_from_checkpoint"))
+    return made, {"preset": preset, "start": start, "said": said, "faults": faults, "plan": plan}
+
+
+def _command_block() -> gr.Code:
+    with gr.Accordion("The same as a command", open=False, elem_id="command-fold", elem_classes="fold"):
+        return gr.Code(
+            language="shell",
+            interactive=False,
+            wrap_lines=True,
+            show_line_numbers=False,
+            show_label=False,
+            buttons=["copy"],
+            lines=2,
+            max_lines=14,
+            elem_id="command",
+        )
+
+
+def _run_block() -> dict:
+    """The run that is watched, with its buttons, and the list of all runs."""
+    said = gr.HTML("", elem_id="run-said")
+    head = live(name="run-head")
+    with gr.Row(elem_classes="actions"):
+        buttons = {
+            name: gr.Button(
+                words, size="sm", min_width=110, visible=False, elem_id=f"run-{name}",
+                variant="stop" if name == "kill" else "secondary",
+            )
+            for name, words in RUN_BUTTONS.items()
+        }  # fmt: skip
+    curve, samples, results = (live(name=f"run-{name}") for name in ("curve", "samples", "results"))
+    with gr.Accordion("Log", open=False, visible=False, elem_id="log-fold", elem_classes="fold") as fold:
+        log = live(name="run-log")
+    return {
+        "run_said": said, "head": head, "buttons": buttons, "curve": curve, "samples": samples, "results": results, "log": log,
+        "log_fold": fold, "runs": live(name="runs"),
+    }  # fmt: skip
 
 
 def fill_remembered(studio: Studio, tab: Train) -> tuple[list, list]:
     """Updates for the form's controls, and for `tab.others`."""
-    values = fill(studio, tab, remembered(studio))
-    count = len(tab.form.controls)
-    return values[:count], values[count:]
+    config = remembered(studio)
+    values = form.fill(tab.form, config)
+    at = list(tab.form.controls).index("dataset_base_path")
+    values[at] = gr.update(choices=captions.choices(studio.places), value=config.dataset.dataset_base_path or None)
+    now = presets.matching(config, presets.presets(studio.places))
+    choice = gr.update(choices=presets.choices(studio.places), value=now)
+    return values, [command_of(config), shown_editor(config, 0), 0, choice]
 
 
 def shown_editor(config: TrainingConfig, page: int) -> str:

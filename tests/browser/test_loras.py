@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from tests.browser.conftest import tab, wait_until
+from studio import captions, session
+from tests.browser.conftest import Held, tab, wait_until
 from tests.browser.lora_pictures import choose
 from tests.studio.test_library import MADE_HERE, lora_tensors, write_safetensors
 
@@ -47,8 +48,17 @@ def test_a_lora_from_its_card_to_the_trash(painted, open_page):
     wait_until(lambda: page.wait_for_timeout(100) or "zorkish" in page.input_value("#set-prompt textarea"), what="the trigger word")
 
     tab(page, "LoRAs and models")
+    held = Held(page, str(captions.shipped()[0]))
     page.locator("#lora-again").click()
+    held.wait()
+    tab(page, "Train")
+    page.fill("#set-name :is(input, textarea)", "typed meanwhile")
+    held.let_go()
     page.wait_for_selector("#train-said >> text=walnut", state="attached")
+    page.wait_for_function("document.querySelector('#set-learning_rate input').value === '0.00075'")
+    assert page.input_value("#set-name :is(input, textarea)") == "typed meanwhile"
+    kept = session.training_file(painted.places)
+    wait_until(lambda: session.read_values(kept) == session.read_values(kept) | {"name": "typed meanwhile", "learning_rate": 0.00075, "lora_rank": 2})
     tab(page, "LoRAs and models")
     page.locator("#lora-discard").click()
     page.wait_for_selector("#lora-said .notice >> text=trash")
