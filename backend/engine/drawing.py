@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from backend.engine import faster, memory, sampling, shortage
+from backend.engine import editing, faster, rungs, sampling
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest
 
 
-def check(pipeline, request: GenerationRequest) -> None:
-    """Raises Trouble where the model cannot draw what is asked for, or lacks a part."""
+def check(pipeline, request: GenerationRequest, num_edited: int = 0) -> None:
+    """Raises Trouble where the model cannot draw what is asked for with so many pictures to edit, or lacks a part."""
     family, spec = pipeline.family, pipeline.spec
     if not hasattr(family, "predict") or spec.variant in getattr(family, "NOT_DRAWN", ()):
         raise Trouble(
@@ -22,7 +22,8 @@ def check(pipeline, request: GenerationRequest) -> None:
     for name, value in (("Width", request.width), ("Height", request.height)):
         if value % multiple or value < multiple:
             raise Trouble("bad_value", f"{name} is {value}; this model needs a multiple of {multiple}.")
-    for name in ("dit", "text_encoder", "vae", "tokenizer"):
+    editing.check(spec, family, num_edited, must=False)
+    for name in ("dit", "text_encoder", "vae", "tokenizer", *(("vision", "processor") if num_edited else ())):
         if name not in pipeline.parts:
             with pipeline.using(name):
                 pass
@@ -50,19 +51,15 @@ def start(pipeline, request: GenerationRequest, seed: int, source, noise) -> tup
 
 @torch.no_grad()
 def denoise(pipeline, request: GenerationRequest, x, sigmas, towards, away, on_step, should_stop) -> torch.Tensor:
-    """Latents (1, C, h, w) of the picture; once more with the halves of guidance one after the other where memory runs out."""
-    with pipeline.using("dit"):
-        try:
+    """Latents (1, C, h, w) of the picture; from the first step again, one rung lower, where memory runs out."""
+
+    def work() -> torch.Tensor:
+        faster.arrange(pipeline, request)  # weights that were placed anew compute as they are asked to
+        with pipeline.using("dit"):
             return _sample(pipeline, request, x, sigmas, towards, away, on_step, should_stop)
-        except (RuntimeError, MemoryError) as error:
-            if away is None or not pipeline.together or not shortage.is_one(error):
-                raise
-        memory.give_back(pipeline.device)
-        pipeline.together = False
-        pipeline.note(
-            "Memory ran out while drawing, so the two halves of guidance are now computed one after the other."
-        )
-        return _sample(pipeline, request, x, sigmas, towards, away, on_step, should_stop)
+
+    own = [rungs.halves(pipeline)] if away is not None and pipeline.together else []
+    return rungs.again(pipeline, "dit", work, when="the picture was drawn", own=own)
 
 
 def _sample(pipeline, request, x, sigmas, towards, away, on_step, should_stop) -> torch.Tensor:

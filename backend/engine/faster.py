@@ -44,7 +44,7 @@ def arrange(pipeline, request: GenerationRequest) -> None:
     lists = pipeline.family.PARTS[PART].blocks
     compiles = request.compile != compiled.is_compiled(module, lists)
     codes = native_fp8.chosen if request.fp8_products else _none
-    if placed is not None and (compiles or any(unit.codes != codes(unit) for unit in placed.blocks)):
+    if placed is not None and (request.compile != placed.whole or any(unit.codes != codes(unit) for unit in placed.blocks)):
         if request.compile:
             compiled.check_whole(module, lists, [unit.module for unit in placed.blocks])
         placed.arrange(whole=request.compile, codes=codes)

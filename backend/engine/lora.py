@@ -26,7 +26,7 @@ from backend.engine.lora_loaded import (
     Loaded,
     check_strength,
     family_of,
-    is_called,
+    find,
     modules_of,
     of_part,
     receipt_of,
@@ -109,22 +109,26 @@ class Adapters:
     def set_strength(self, which: LoraReceipt | str, strength: float) -> LoraReceipt:
         """The same LoRA at another strength; its file is not read again if it is hot. Answers the new receipt."""
         check_strength(strength)
-        one = self._find(which)
+        one = find(self.loaded, which)
         if one.receipt.strength == strength:
             return one.receipt
         cold = [part for part, hot in one.hot.items() if not hot]
         again = self._changes_again(one) if cold else {}
-        one.receipt = replace(one.receipt, strength=strength)
-        for part, hot in one.hot.items():
-            if hot:
-                self._refresh_hot(part, modules_of(one.names[part]))
-            else:
-                self._rebuild_cold(part, set(one.names[part]), known={id(one): again})
+        before, one.receipt = one.receipt, replace(one.receipt, strength=strength)
+        try:
+            for part, hot in one.hot.items():
+                if hot:
+                    self._refresh_hot(part, modules_of(one.names[part]))
+                else:
+                    self._rebuild_cold(part, set(one.names[part]), known={id(one): again})
+        except BaseException:  # out of memory: not yet at that strength, and to be asked for again
+            one.receipt = before
+            raise
         return one.receipt
 
     def remove(self, which: LoraReceipt | str) -> None:
         """Takes one LoRA off; the others stay as they are."""
-        one = self._find(which)
+        one = find(self.loaded, which)
         others = [other for other in self.loaded if other is not one]
         known = {}
         for part in (part for part, hot in one.hot.items() if not hot):
@@ -152,6 +156,14 @@ class Adapters:
             for key in touched:
                 self._restore(name, key)
             self._refresh_hot(name, hot)
+
+    def act_beside(self, part: str) -> None:
+        """After the weights of `part` were read anew: all that acts on it, what was fused into it too, acts beside them. Can be repeated."""
+        for one in self.loaded:
+            if not one.hot.get(part, True):
+                one.changes = self._changes_again(one)
+                one.hot[part], one.receipt = True, replace(one.receipt, mode="hot")
+        self._refresh_hot(part, {module for one in self.loaded if part in one.hot for module in modules_of(one.names[part])})
 
     def close(self) -> None:
         """Lets the parts go, as they are."""
@@ -185,18 +197,6 @@ class Adapters:
                 self.set_strength(before[os.fspath(one.path)].receipt, one.strength)
         order = {path: place for place, path in enumerate(paths)}
         return tuple(sorted(self.receipts, key=lambda receipt: order.get(receipt.path, len(order))))
-
-    def _find(self, which: LoraReceipt | str) -> Loaded:
-        same = [one for one in self.loaded if one.receipt is which]
-        for one in same or [one for one in self.loaded if is_called(one.receipt, which)]:
-            return one
-        name = which.name if isinstance(which, LoraReceipt) else which
-        raise Trouble(
-            "bad_value", f"No LoRA {name!r} is loaded.", hint=f"Loaded: {', '.join(self._names()) or 'none'}."
-        )
-
-    def _names(self) -> list[str]:
-        return [one.receipt.name for one in self.loaded]
 
     def _is_hot(self, part: str, asked: bool | None) -> bool:
         placed = placement.of(self.modules[part])

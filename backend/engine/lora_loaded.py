@@ -53,6 +53,16 @@ def is_called(receipt: LoraReceipt, which: LoraReceipt | str) -> bool:
     return (which.path, which.hash, which.name) == (receipt.path, receipt.hash, receipt.name)
 
 
+def find(loaded: Sequence[Loaded], which: LoraReceipt | str) -> Loaded:
+    """The one of `loaded` that `which` means. Raises Trouble where there is none."""
+    same = [one for one in loaded if one.receipt is which]
+    for one in same or [one for one in loaded if is_called(one.receipt, which)]:
+        return one
+    name = which.name if isinstance(which, LoraReceipt) else which
+    names = ", ".join(one.receipt.name for one in loaded)
+    raise Trouble("bad_value", f"No LoRA {name!r} is loaded.", hint=f"Loaded: {names or 'none'}.")
+
+
 def modules_of(names: Iterable[str]) -> set[str]:
     return {name.rpartition(".")[0] for name in names}
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 
 import torch
 from PIL import Image
 
 from backend import families
 from backend.catalog.spec import ModelSpec
-from backend.engine import Cancelled, drawing, faster, load, lora, memory, native_fp8, pictures, shortage
+from backend.engine import Cancelled, drawing, editing, faster, load, lora, memory, native_fp8, pictures, placed, rungs
 from backend.engine.preview import Preview, Step, watched
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest, LoraReceipt, LoraUse
@@ -24,9 +24,10 @@ KEPT_ENCODINGS = 64
 class Pipeline:
     """The parts of one model on one device.
 
-    `parts` holds the modules by name and the tokenizer; `placements` those whose weights are moved about. Parts may be missing:
+    `parts` holds the modules by name, the tokenizer and the processor of pictures; `placements` those whose weights are moved about. Parts may be missing:
     a pipeline of a transformer alone loads, and says what it lacks when it is asked for a picture. `compile` only makes sure, before
-    anything is loaded, that requests may ask for it; `fp8_products` stores the transformer so that they may ask for those.
+    anything is loaded, that requests may ask for it; `fp8_products` stores the transformer so that they may ask for those. `allow_fp8`: weights
+    may be stored in FP8 where memory runs out. What is done then is in `rungs.py`; each phase begins anew one rung lower.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Pipeline:
         resident_blocks: dict[str, tuple[int, ...]] | None = None,
         compile: bool = False,
         fp8_products: bool = False,
+        allow_fp8: bool = False,
         on_bytes: Callable[[str, int, int], None] | None = None,
     ):
         self.spec, self.dtype, self.device = spec, dtype, memory.check_device(str(device))
@@ -52,39 +54,37 @@ class Pipeline:
         self.on_phase: Callable[[str], None] | None = None  # told the phase when its parts are where they compute, and "" after it
         self.parts: dict[str, object] = {}
         self.placements: dict[str, object] = {}
-        self._encodings: OrderedDict[str, dict] = OrderedDict()
+        self._encodings: OrderedDict[tuple, dict] = OrderedDict()
         self._text_changed = False
         self._preview = Preview(self.family, self.parts, self.placements, device=self.device, dtype=self.dtype)
         self.together = not halves_apart  # the halves of guidance
-        self._resident_blocks = resident_blocks or {}  # of parts that are streamed, the blocks that stay
+        self.lower = rungs.Lower(allow_fp8=allow_fp8 and rungs.FP8 in memory.probe(self.device).dtypes)
+        self.configs, self.limit_bytes = dict(configs or {}), vram_limit_bytes
+        self.resident_blocks = dict(resident_blocks or {})  # of parts that are streamed, the blocks that stay
+        self.adapters = lora.Adapters({}, family=self.family, specs=spec.parts, families=families.FAMILIES)
         for name in spec.parts:
-            self._load(name, (configs or {}).get(name, VramConfig()), vram_limit_bytes, on_bytes)
-        modules = {name: self.parts[name] for name in spec.parts}
-        self.adapters = lora.Adapters(modules, family=self.family, specs=spec.parts, families=families.FAMILIES)
+            tell = partial(on_bytes, name) if on_bytes else None
+            rungs.again(self, name, partial(self._load, name, tell), when=f"{rungs.called(name)} was loaded")
         if spec.tokenizer is not None and hasattr(self.family, "load_tokenizer"):
             self.parts["tokenizer"] = self.family.load_tokenizer(spec.tokenizer)
+        if spec.processor is not None and editing.edits(spec, self.family):
+            self.parts["processor"] = self.family.load_processor(spec.processor, spec.variant)
 
-    def _load(self, name: str, config: VramConfig, vram_limit_bytes: int | None, on_bytes) -> None:
+    def _load(self, name: str, tell: Callable[[int, int], None] | None) -> None:
         part = self.spec.parts[name]
-        tell = (lambda done, total: on_bytes(name, done, total)) if on_bytes else None
         multiplies = self.fp8_products and name == faster.PART
-        config = native_fp8.stored(config, part) if multiplies else config
-        if not config.managed and vram_limit_bytes is None:
-            module = load.load_part(part, dtype=self.dtype, device=self.device, on_bytes=tell)
-        else:
-            from backend.engine import placement
-
+        if multiplies:
+            self.configs[name] = native_fp8.stored(self.configs.get(name, VramConfig()), part)
+        if placed.is_placed(self, name):
             module = load.build_meta(part)
-            config = with_defaults(config, self.dtype, self.device)
-            self.placements[name] = placement.place(
-                module, part, config, vram_limit_bytes=vram_limit_bytes, device=self.device, on_bytes=tell,
-                resident=self._resident_blocks.get(name),
-            )  # fmt: skip
+            placed.place(self, name, module, tell)
             if multiplies:
                 native_fp8.prepare(self.placements[name])
+        else:
+            module = load.load_part(part, dtype=self.dtype, device=self.device, on_bytes=tell)
         if hasattr(self.family, "prepare"):
             self.family.prepare(name, module)
-        self.parts[name] = module
+        self.parts[name] = self.adapters.modules[name] = module
 
     @contextmanager
     def using(self, *names: str) -> Iterator[None]:
@@ -100,6 +100,8 @@ class Pipeline:
             if name not in names:
                 placement.offload()
         for name in names:
+            if name in self.spec.parts and placed.is_placed(self, name) and name not in self.placements:
+                placed.place(self, name, self.parts[name])
             if name in self.placements:
                 self.placements[name].onload()
         tell = self.on_phase if names[0] in self.family.PARTS else None
@@ -110,21 +112,27 @@ class Pipeline:
             tell("")
 
     @torch.no_grad()
-    def encode_prompt(self, prompt: str) -> dict:
-        """The encoding of `prompt` on the device; the text encoder runs only for prompts not seen lately."""
-        if prompt in self._encodings:
-            self._encodings.move_to_end(prompt)
-            return self._encodings[prompt]
-        with self.using("text_encoder", "tokenizer"):
-            encoding = self.family.encode_text(self.parts, [prompt], device=self.device)[0]
-        self._encodings[prompt] = {name: tensor.to(self.dtype).clone() for name, tensor in encoding.items()}
+    def encode_prompt(self, prompt: str, edited: Sequence[Image.Image] = ()) -> dict:
+        """The encoding of `prompt`, with the pictures to edit, on the device; the text encoder runs only for what was not seen lately."""
+        key = (prompt, *map(editing.digest, edited))
+        if key in self._encodings:
+            self._encodings.move_to_end(key)
+            return self._encodings[key]
+        seeing = ("vision", "processor") if edited else ()
+        given = {"pictures": [tuple(edited)]} if edited else {}
+
+        def work() -> dict:
+            with self.using("text_encoder", "tokenizer", *seeing):
+                found = self.family.encode_text(self.parts, [prompt], device=self.device, **given)[0]
+                return {name: tensor.to(self.dtype).clone() for name, tensor in found.items()}
+
+        encoding = self._encodings[key] = rungs.again(self, "text_encoder", work, when="the prompt was encoded")
+        most, words = self.family.most_tokens(self.parts, edited) if edited else (self.family.MAX_TOKENS,) * 2
         while len(self._encodings) > KEPT_ENCODINGS:
             self._encodings.popitem(last=False)
-        if max(map(len, encoding.values())) >= self.family.MAX_TOKENS:
-            self.note(
-                f"The prompt is too long: what comes after the first {self.family.MAX_TOKENS} tokens was not read."
-            )
-        return self._encodings[prompt]
+        if max(map(len, encoding.values())) >= most:
+            self.note(f"The prompt is too long: what comes after the first {words} tokens was not read.")
+        return self._encodings[key]
 
     def forget_prompts(self) -> None:
         """After LoRAs came or went: drops the encodings if the text encoder's weights were or are changed by one."""
@@ -136,29 +144,46 @@ class Pipeline:
 
     @torch.no_grad()
     def encode_picture(self, picture: Image.Image, width: int, height: int, generator=None) -> torch.Tensor:
-        """Normalised latents (1, C, h, w) of a picture: the mean, or a sample by a CPU `generator`."""
-        with self.using("vae"):
-            pixels = pictures.to_pixels(picture, width, height).to(self.device, self.dtype)
-            return self.family.encode_image(self.parts, pixels, generator=generator).to(self.dtype)
+        """Normalised latents (1, C, h, w) of a picture: the mean, or a sample by a CPU `generator`; in tiles where memory runs out without."""
+        drawn = None if generator is None else generator.get_state()
+
+        def work() -> torch.Tensor:
+            if generator is not None:
+                generator.set_state(drawn)
+            with self.using("vae"):
+                pixels = pictures.to_pixels(picture, width, height).to(self.device, self.dtype)
+                tiled = self._tiled("encode", width * height, None)
+                return self.family.encode_image(self.parts, pixels, generator=generator, tiled=bool(tiled)).to(self.dtype)
+
+        own = [] if self._tiled("encode", width * height, None) else [rungs.tiles(self, "encode", width * height)]
+        return rungs.again(self, "vae", work, when="the input picture was encoded", own=own)
+
+    @torch.no_grad()
+    def encode_references(self, edited: Sequence[Image.Image]) -> tuple[torch.Tensor, ...]:
+        """Normalised latents (C, h, w) of each picture to edit."""
+        with self.using("vae", "processor"):
+            return tuple(one.to(self.dtype) for one in self.family.encode_references(self.parts, edited))
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor, *, tiled: bool | tuple[int, int] | None = None) -> Image.Image:
         """The picture of latents (1, C, h, w); in tiles where asked, or where memory runs out without."""
-        tiled = self.tiled_vae if tiled is None else tiled
-        with self.using("vae"):
-            try:
-                pixels = self.family.decode(self.parts, latents.to(self.dtype), tiled=tiled)
-            except (RuntimeError, MemoryError) as error:
-                if tiled or not shortage.is_one(error):
-                    raise
-                pixels = None  # the retry is outside, where the error no longer holds the memory
-            if pixels is None:
-                memory.give_back(self.device)
-                self.note("Memory ran out while the picture was decoded, so it was done again in tiles.")
-                pixels = self.family.decode(self.parts, latents.to(self.dtype), tiled=True)
-        picture = pictures.to_picture(pixels[0])
-        self._preview.learn(latents, pixels)
-        return picture
+        size = latents.shape[-2] * latents.shape[-1]
+
+        def work() -> Image.Image:
+            with self.using("vae"):
+                pixels = self.family.decode(self.parts, latents.to(self.dtype), tiled=self._tiled("decode", size, tiled))
+                picture = pictures.to_picture(pixels[0])
+                self._preview.learn(latents, pixels)
+                return picture
+
+        own = [] if self._tiled("decode", size, tiled) else [rungs.tiles(self, "decode", size)]
+        return rungs.again(self, "vae", work, when="the picture was decoded", own=own)
+
+    def _tiled(self, phase: str, size: int, asked: bool | tuple[int, int] | None) -> bool | tuple[int, int]:
+        """Whether, or how, a picture of `size` goes through the autoencoder in tiles."""
+        if not asked and size >= self.lower.tiles.get(phase, size + 1):
+            return True
+        return (self.tiled_vae and phase == "decode") if asked is None else asked
 
     def note(self, sentence: str) -> None:
         if sentence not in self.notes:
@@ -183,20 +208,33 @@ class Pipeline:
         on_step: Callable[[Step], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
         source: Image.Image | None = None,
+        edited: Sequence[Image.Image] | None = None,
         noise: torch.Tensor | None = None,
         tiled: bool | tuple[int, int] | None = None,
     ) -> Iterator[Image.Image]:
         """As `generate`, one picture after the other. `noise` (1, C, h, w) replaces that of the first picture's seed, `source`
-        the request's input picture.
+        the request's input picture, `edited` its pictures to edit.
 
         Each picture is drawn by itself, so that picture 3 of 4 comes out the same when its seed is asked for alone.
         """
-        drawing.check(self, request)
+        try:
+            for sentence in (*self.lower.news, *self.lower.standing()):
+                self.note(sentence)
+            yield from self._draw(request, on_step, should_stop, source, edited, noise, tiled)
+        finally:
+            self.lower.news.clear()
+
+    def _draw(self, request: GenerationRequest, on_step, should_stop, source, edited, noise, tiled) -> Iterator[Image.Image]:
+        edited = editing.opened(request.edit_images) if edited is None else tuple(edited)
+        drawing.check(self, request, len(edited))
         faster.arrange(self, request)
         if source is None and request.input_image:
             source = pictures.open_picture(request.input_image)
-        towards = self.encode_prompt(request.prompt)
-        away = self.encode_prompt(request.negative_prompt) if request.guidance > 1 else None
+        towards = self.encode_prompt(request.prompt, edited)
+        away = self.encode_prompt(request.negative_prompt, edited) if request.guidance > 1 else None
+        if edited:
+            references = {"references": self.encode_references(edited)}
+            towards, away = towards | references, away and away | references
         if on_step and self._preview.must_learn(request.width, request.height):
             with self.using("vae"):
                 self._preview.learn_from_noise()
@@ -210,14 +248,18 @@ class Pipeline:
 
     def add_lora(self, part: str, source, *, strength: float = 1.0, hot: bool | None = None) -> LoraReceipt:
         """Adds a LoRA (a file or a state dict) to `part`, and its text encoder half to the text encoder if that is loaded."""
-        receipt = self.adapters.add(source, strength=strength, hot=hot, part=part)
+        if part in self.lower.moved:
+            hot = None  # what could be fused into when it was loaded no longer can
+        work = partial(self.adapters.add, source, strength=strength, hot=hot, part=part)
+        receipt = rungs.again(self, part, work, when="a LoRA was added")
         self.forget_prompts()
         return receipt
 
     def set_lora_strength(self, which: LoraReceipt | str, strength: float) -> LoraReceipt:
         """The same LoRA (its receipt, path or name) at another strength, without loading it again."""
         self.forget_prompts()
-        return self.adapters.set_strength(which, strength)
+        work = partial(self.adapters.set_strength, which, strength)
+        return rungs.again(self, faster.PART, work, when="a LoRA's strength was changed")
 
     def remove_lora(self, which: LoraReceipt | str) -> None:
         """Takes one LoRA off; the others stay."""
@@ -236,7 +278,7 @@ class Pipeline:
     def use_loras(self, uses: Sequence[LoraUse]) -> tuple[LoraReceipt, ...]:
         """Makes exactly the LoRAs `uses` act, with one receipt each."""
         before = self.adapters.receipts
-        receipts = self.adapters.use(uses)
+        receipts = rungs.again(self, faster.PART, partial(self.adapters.use, uses), when="LoRAs were added")
         if receipts != before:
             self.forget_prompts()
         return receipts
@@ -250,12 +292,3 @@ class Pipeline:
         self.parts.clear()
         self._encodings.clear()
         memory.give_back(self.device)
-
-
-def with_defaults(config: VramConfig, dtype: torch.dtype, device: torch.device) -> VramConfig:
-    """`config` with what was left open: it computes in `dtype` on `device`."""
-    return replace(
-        config,
-        computation_dtype=config.computation_dtype or str(dtype).removeprefix("torch."),
-        computation_device=config.computation_device or str(device),
-    )

@@ -86,7 +86,7 @@ class Placement:
         self, module: nn.Module, part: PartSpec, units: list[Unit], states: States, limit, resident, staging: int, reader: Reader
     ):  # fmt: skip
         self.module, self.part, self.states, self.limit_bytes = module.eval(), part, states, limit
-        self.level, self.resident = "offload", resident
+        self.level, self.resident, self.whole = "offload", resident, False
         self.device, self.dtype = states.computation.device, states.computation.dtype
         self.units = units
         self._by_name = {name: unit for unit in self.units for name in unit.names}
@@ -174,7 +174,7 @@ class Placement:
             self.motion.empty()
             for hook in self._hooks:
                 hook.remove()
-            self.layers = find_layers(self.units, whole)
+            self.whole, self.layers = whole, find_layers(self.units, whole)
             self._hooks = [] if self.states.resident else watch(self)
             for unit in self.blocks:
                 unit.codes = codes(unit)

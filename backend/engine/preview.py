@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -11,6 +12,7 @@ from types import ModuleType
 import torch
 from PIL import Image
 
+from backend.engine import shortage
 from backend.engine.pictures import to_picture
 
 DECODED_CELLS = 32  # up to so many latent cells a side the VAE draws the preview itself; above, a linear map does
@@ -52,12 +54,15 @@ class Preview:
         coarse = torch.randn((1, channels, 8, 8), generator=torch.Generator().manual_seed(0))
         smooth = torch.nn.functional.interpolate(coarse, scale_factor=4, mode="bicubic")
         smooth = (smooth / smooth.std()).to(self.device, self.dtype)
-        self.learn(smooth, self.family.decode(self.parts, smooth))
+        with _if_there_is_memory():
+            self.learn(smooth, self.family.decode(self.parts, smooth))
 
     def learn(self, latents: torch.Tensor, pixels: torch.Tensor) -> None:
-        """Fits the map to latents (1, C, h, w) and their pixels (1, 3, H, W), if these are enough to tell it."""
+        """Fits the map to latents (1, C, h, w) and their pixels (1, 3, H, W), if these are enough to tell it and there is memory for it."""
         cells = _with_one(latents)
-        if len(cells) >= 2 * cells.shape[1]:
+        if len(cells) < 2 * cells.shape[1]:
+            return
+        with _if_there_is_memory():
             colours = torch.nn.functional.adaptive_avg_pool2d(pixels.float(), latents.shape[-2:])[0].flatten(1).T.cpu()
             self.weights = torch.linalg.lstsq(cells, colours, driver="gelsd").solution
 
@@ -72,6 +77,17 @@ class Preview:
         picture = to_picture((_with_one(latents) @ self.weights).T.reshape(3, height, width).clamp(-1, 1))
         scale = max(1, 256 // max(height, width))
         return picture.resize((width * scale, height * scale), Image.Resampling.BICUBIC)
+
+
+@contextlib.contextmanager
+def _if_there_is_memory() -> Iterator[None]:
+    """A preview is left out where memory runs out in it: the picture itself may well go on."""
+    try:
+        yield
+    except shortage.KINDS as error:
+        if not shortage.is_one(error):
+            raise
+        shortage.forget(error)
 
 
 def _with_one(latents: torch.Tensor) -> torch.Tensor:
@@ -89,7 +105,9 @@ def watched(number: int, num_steps: int, on_step: Callable[[Step], None], previe
         now = time.monotonic()
         if step == num_steps or now - drawn < max(LEAST_SECONDS, cost / SHARE):
             return None
-        picture = preview.draw(estimate())
+        picture = None
+        with _if_there_is_memory():
+            picture = preview.draw(estimate())
         drawn, cost = time.monotonic(), time.monotonic() - now
         return picture
 

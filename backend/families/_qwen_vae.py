@@ -5,12 +5,13 @@ from __future__ import annotations
 TILES = (32, 24)  # latent cells a side of a tile, and from one to the next, as in diffusers
 
 
-def encode_image(parts: dict, pixels, *, generator=None):
-    """Pixels (B, 3, H, W) in [-1, 1] as normalised latents (B, C, h, w): the mean, or with a `generator` a sample. Differentiable."""
+def encode_image(parts: dict, pixels, *, generator=None, tiled: bool = False):
+    """Pixels (B, 3, H, W) in [-1, 1] as normalised latents (B, C, h, w): the mean, or with a `generator` a sample. Differentiable.
+    `tiled`: in the pieces that `decode` would take, for less memory."""
     import torch
 
     vae = parts["vae"]
-    moments = _encode_moments(vae, pixels.unsqueeze(2))
+    moments = _encode_moments(vae, pixels.unsqueeze(2), tiled)
     mean, log_variance = moments.chunk(2, dim=1)
     if generator is not None:
         noise = torch.randn(mean.shape, generator=generator, device=generator.device, dtype=torch.float32)
@@ -28,19 +29,20 @@ def decode(parts: dict, latents, *, tiled: bool | tuple[int, int] = False):
     z = z / (1.0 / scale) + shift
     size, stride = tiled if isinstance(tiled, tuple) else TILES
     if tiled and max(z.shape[-2:]) > size:
-        return _decode_tiles(vae, z, size, stride).squeeze(2).clamp(-1, 1)
+        work = lambda tile: vae.decoder(vae.post_quant_conv(tile))  # noqa: E731
+        return _in_tiles(vae, z, work, size, stride, across=lambda cells: 8 * cells).squeeze(2).clamp(-1, 1)
     return vae.decoder(vae.post_quant_conv(z)).squeeze(2).clamp(-1, 1)
 
 
-def _decode_tiles(vae, z, size: int, stride: int):
-    """As AutoencoderKLQwenImage.tiled_decode cuts and blends, but one row of tiles at a time, and nothing is kept for a next frame."""
+def _in_tiles(vae, x, work, size: int, stride: int, *, across):
+    """`work` on tiles of `x`, joined. As AutoencoderKLQwenImage's tiled_decode and tiled_encode cut and blend, but one row of tiles at a
+    time, and nothing is kept for a next frame. `across`: a length of what goes in -> that length in what comes out."""
     import torch
 
-    step, overlap = stride * 8, (size - stride) * 8
+    step, overlap = across(stride), across(size - stride)
     above, rows = [], []
-    for top in range(0, z.shape[-2], stride):
-        places = range(0, z.shape[-1], stride)
-        row = [vae.decoder(vae.post_quant_conv(z[..., top : top + size, left : left + size])) for left in places]
+    for top in range(0, x.shape[-2], stride):
+        row = [work(x[..., top : top + size, left : left + size]) for left in range(0, x.shape[-1], stride)]
         for index, tile in enumerate(row):
             if above:
                 vae.blend_v(above[index], tile, overlap)
@@ -48,11 +50,14 @@ def _decode_tiles(vae, z, size: int, stride: int):
                 vae.blend_h(row[index - 1], tile, overlap)
         rows.append(torch.cat([tile[..., :step, :step] for tile in row], dim=-1))
         above = [tile[..., -overlap:, :].clone() for tile in row] if overlap else []
-    return torch.cat(rows, dim=-2)[..., : z.shape[-2] * 8, : z.shape[-1] * 8]
+    return torch.cat(rows, dim=-2)[..., : across(x.shape[-2]), : across(x.shape[-1])]
 
 
-def _encode_moments(vae, frames):
-    return vae.quant_conv(vae.encoder(frames))
+def _encode_moments(vae, frames, tiled: bool = False):
+    size, stride = (8 * cells for cells in TILES)
+    if not tiled or max(frames.shape[-2:]) <= size:
+        return vae.quant_conv(vae.encoder(frames))
+    return _in_tiles(vae, frames, lambda tile: vae.quant_conv(vae.encoder(tile)), size, stride, across=lambda pixels: pixels // 8)
 
 
 def statistics(vae, like):
