@@ -45,6 +45,11 @@ class ModelSection:
         label="Quantisation",
         level="advanced",
     )
+    zero_cond_t: bool = knob(
+        False,
+        help="Pictures to edit are taken as free of noise, as Qwen-Image-Edit-2511 wants it. This is read from the model; said of another it is an error.",
+        level="advanced",
+    )
     initialize_model_on_cpu: bool = knob(
         False,
         help="Load every part in RAM first and move it to the card when it is needed.",
@@ -61,7 +66,7 @@ class DatasetSection:
     dataset_metadata_path: str | None = knob(
         None,
         help="csv, json or jsonl file with columns `image` and `prompt` (json: a prompt may be a list, one is drawn each "
-        "time). Without it each picture's caption is the .txt file of the same name. Several, comma-separated.",
+        "time), for models that edit also `edit_image` (one picture; json: a list of several). Without it each picture's caption is the .txt file of the same name. Several, comma-separated.",
         label="Metadata file",
     )
     dataset_repeat: int = knob(1, help="How often an epoch goes through the dataset.", low=1, high=100000)
@@ -76,12 +81,23 @@ class DatasetSection:
         level="advanced",
     )
     data_file_keys: tuple[str, ...] = knob(
-        ("image",), help="Metadata columns that name files; the first one present is the picture.", level="advanced"
+        ("image",),
+        help="Metadata columns that name files; the first one present (`edit_image` aside) is the picture.",
+        level="advanced",
     )
     extra_inputs: str | None = knob(
         None,
         help="Further columns of the metadata file that the run takes, comma-separated. For direct_distill: seed, rand_device, "
-        "num_inference_steps, cfg_scale.",
+        "num_inference_steps, cfg_scale. A model that edits takes `edit_image` without being told.",
+        level="advanced",
+    )
+    edit_pixels: int | None = knob(
+        None,
+        help="Area of the pictures that a model edits, as it is given them in training; without it the area it draws with, a million pixels for the "
+        "published ones. Fewer save memory and time.",
+        low=1024,
+        high=2**26,
+        unit="px",
         level="advanced",
     )
     height: int | None = knob(

@@ -52,6 +52,13 @@ class SampleSection:
     sample_prompts: str = knob(
         "", help="Pictures drawn while training, one prompt per line, or a text file of such lines.", lines=3
     )
+    sample_edit_images: str = knob(
+        "",
+        help="For models that edit: the picture that each sample prompt begins from, one line for each prompt or one for all; several in a line with "
+        "commas between. Empty: the dataset's, in turn.",
+        lines=2,
+        level="advanced",
+    )
     sample_every: int | None = knob(
         None,
         help="Draw them every so many steps; without it, whenever a result is saved.",

@@ -49,16 +49,6 @@ def find_base(section) -> Base:
     return Base(spec=beside.completed(spec, family), family=family, entries=named)
 
 
-def tokenizer_folder(section, base: Base) -> Path | None:
-    """The tokenizer that the config names, or the one beside the model."""
-    if not section.tokenizer_path:
-        return base.spec.tokenizer
-    if Path(section.tokenizer_path).exists() or ":" not in section.tokenizer_path:
-        return Path(section.tokenizer_path)
-    model, _, pattern = section.tokenizer_path.rpartition(":")
-    return resolve(model, pattern)[0]
-
-
 def _entries(section) -> dict[str, list[Path]]:
     """What was written for a model's files -> those files."""
     entries: dict[str, list[Path]] = {}
@@ -105,11 +95,7 @@ def load_parts(
     """
     parts = {}
     for name in names:
-        if name not in base.spec.parts:
-            raise Trouble(
-                "missing_part", f"The model {base.spec.title} has no {name} here, and this run needs it.",
-                hint=f"Name its file too; there are {', '.join(base.spec.parts)}.",
-            )  # fmt: skip
+        _check_there(base, name)
         if kept and name in kept:
             module = frozen.place(base.spec.parts[name], kept[name], device=device, split_bytes=split_bytes)
         elif quantised and name in quantised:
@@ -129,6 +115,14 @@ def load_parts(
     return parts
 
 
+def _check_there(base: Base, name: str) -> None:
+    if name not in base.spec.parts:
+        raise Trouble(
+            "missing_part", f"The model {base.spec.title} has no {name} here, and this run needs it.",
+            hint=f"Name its file too; there are {', '.join(base.spec.parts)}.",
+        )  # fmt: skip
+
+
 def _own_weights(module: torch.nn.Module) -> None:
     """Gives every weight memory of its own: mapped pages of a file are no place for weights that change."""
     for weight in module.parameters():
@@ -137,6 +131,7 @@ def _own_weights(module: torch.nn.Module) -> None:
 
 def part_digest(base: Base, name: str) -> str:
     """A hash of a part's files: all bytes of small ones; header and samples throughout of large ones."""
+    _check_there(base, name)
     facts = [(path, path.stat()) for path in base.spec.parts[name].files]
     return _digest(tuple((path, fact.st_size, fact.st_mtime_ns) for path, fact in facts))
 

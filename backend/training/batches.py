@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -15,7 +15,7 @@ RATIOS = (1.0, 5 / 4, 4 / 3, 3 / 2, 16 / 9, 2.0, 2.5, 3.0, 4.0)
 
 @dataclass(frozen=True)
 class Batch:
-    """Indices of items of one size, and of each its place in the whole run's stream of samples."""
+    """Indices of items of one shape, and of each its place in the whole run's stream of samples."""
 
     items: tuple[int, ...]
     places: tuple[int, ...]
@@ -46,7 +46,7 @@ def _floor(side: float, multiple: int) -> int:
 
 def epoch_batches(
     items: Sequence[Item],
-    sizes: Sequence[tuple[int, int]],
+    shapes: Sequence[Hashable],
     *,
     batch_size: int,
     repeat: int,
@@ -54,7 +54,7 @@ def epoch_batches(
     seed: int,
     epoch: int,
 ) -> list[Batch]:
-    """The batches of one epoch in their order. Batches hold equal sizes; the last of each size may be smaller.
+    """The batches of one epoch in their order. Batches hold items of equal `shapes`; the last of each shape may be smaller.
 
     Every picture comes `repeat` times its weight; pictures drawn by the untouched model are added until they are
     `prior_share` of the samples.
@@ -63,27 +63,27 @@ def epoch_batches(
     samples = _samples(items, repeat, prior_share, random, epoch)
     random.shuffle(samples)
     start = epoch * 2 * len(samples)  # twice: those that fill up have places too
-    waiting: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    waiting: dict[Hashable, list[tuple[int, int]]] = defaultdict(list)
     batches: list[Batch] = []
     for offset, item in enumerate(samples):
-        group = waiting[sizes[item]]
+        group = waiting[shapes[item]]
         group.append((item, start + offset))
         if len(group) == batch_size:
             batches.append(_batch(group))
             group.clear()
-    for size, group in waiting.items():
+    for shape, group in waiting.items():
         if group:
-            batches.append(_batch(_filled(group, size, samples, sizes, batch_size, start + 2 * len(samples) - 1)))
+            batches.append(_batch(_filled(group, shape, samples, shapes, batch_size, start + 2 * len(samples) - 1)))
     random.shuffle(batches)
     return batches
 
 
-def _filled(group: list, size: tuple[int, int], samples: list[int], sizes, batch_size: int, last: int) -> list:
-    """The rest of a size as a whole batch: filled with others of it where the epoch has a batch of them, else left small.
+def _filled(group: list, shape: Hashable, samples: list[int], shapes, batch_size: int, last: int) -> list:
+    """The rest of a shape as a whole batch: filled with others of it where the epoch has a batch of them, else left small.
 
     A step on a handful of samples among large ones would be mostly noise.
     """
-    alike = [item for item in samples if sizes[item] == size]
+    alike = [item for item in samples if shapes[item] == shape]
     if len(alike) < batch_size:
         return list(group)
     return [*group, *((item, last - turn) for turn, item in enumerate(alike[: batch_size - len(group)]))]

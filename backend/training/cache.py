@@ -21,6 +21,7 @@ from backend.engine.pictures import to_pixels
 from backend.schema.messages import Trouble
 from backend.training.crops import Box, cut
 from backend.training.dataset import Item
+from backend.training.edits import Shown, open_shown
 
 RAM_BYTES = 4 * 2**30
 Encoding = dict[str, torch.Tensor]
@@ -105,6 +106,14 @@ def prune(folder: Path, limit_bytes: float, *, keep: Collection[str] = ()) -> No
     for left in folder.rglob(".*.tmp"):
         if left.stat().st_mtime < time.time() - 86400:
             left.unlink(missing_ok=True)
+
+
+def changed(encoding: dict, change: Callable[[torch.Tensor], torch.Tensor]) -> dict:
+    """`encoding` with `change` made to every tensor in it, those of its references too."""
+    return {
+        name: tuple(map(change, value)) if isinstance(value, tuple) else change(value)
+        for name, value in encoding.items()
+    }
 
 
 def key_of(*words) -> str:
@@ -223,16 +232,45 @@ def _chunks(keys: list[str], count: int, read: Callable, workers: int) -> Iterat
             yield list(zip(some, results, strict=True))
 
 
+def fill_references(
+    store: Store,
+    wanted: dict[str, Shown],
+    *,
+    encode: Callable[[Image.Image], torch.Tensor],
+    workers: int,
+    skip_broken: bool,
+    progress: Progress,
+) -> set[str]:
+    """Encodes the pictures in `wanted` {key: picture}. Returns the keys of those that could not be read."""
+    broken: set[str] = set()
+
+    def read(key: str) -> Image.Image | Trouble:
+        try:
+            return open_shown(wanted[key])
+        except Trouble as why:
+            return why
+
+    for done, [(key, picture)] in enumerate(_chunks(list(wanted), 1, read, workers), start=1):
+        if isinstance(picture, Trouble):
+            if not skip_broken:
+                raise picture
+            broken.add(key)
+        else:
+            store.put(key, {"latents": encode(picture).float()})
+        progress(done, len(wanted))
+    return broken
+
+
 def fill_texts(
     store: Store,
-    wanted: dict[str, str],
+    wanted: dict[str, tuple[str, tuple[str, ...]]],
     *,
-    encode: Callable[[list[str]], Iterable[Encoding]],
+    encode: Callable[[list[tuple[str, tuple[str, ...]]]], Iterable[Encoding]],
     progress: Progress,
     at_once: int = 16,
 ) -> None:
-    """Encodes the prompts in `wanted` {key: prompt}."""
-    keys = sorted(wanted, key=lambda key: len(wanted[key]))
+    """Encodes what is told in `wanted` {key: (prompt, pictures)}, short prompts first."""
+    keys = sorted(wanted, key=lambda key: (len(wanted[key][1]), len(wanted[key][0])))
     for start in range(0, len(keys), at_once):
         some = keys[start : start + at_once]
         for key, encoding in zip(some, encode([wanted[key] for key in some]), strict=True):

@@ -15,7 +15,7 @@ def num_cuts(item: Item, size: tuple[int, int], *, crops: int, zoom: float) -> i
     """How many different cuts of `item` there are at `size` (height, width), up to `crops`."""
     if crops == 1 or item.prior:
         return 1
-    width, height = _largest(item, size)
+    width, height = largest(item, size)
     free = max(item.width / width, item.height / height, _most_zoom(item, size, zoom))
     return crops if free >= LEAST else 1
 
@@ -28,18 +28,18 @@ def cut(item: Item, size: tuple[int, int], number: int, *, zoom: float) -> Box |
     if number == 0:
         return None
     random = Random(f"{item.digest}/{number}")
-    width, height = _largest(item, size)
+    width, height = largest(item, size)
     shrink = random.uniform(1.0, _most_zoom(item, size, zoom))
     width, height = width / shrink, height / shrink
     left, top = random.uniform(0, item.width - width), random.uniform(0, item.height - height)
     return round(left, 3), round(top, 3), round(left + width, 3), round(top + height, 3)
 
 
-def _largest(item: Item, size: tuple[int, int]) -> tuple[float, float]:
+def largest(item: Item, size: tuple[int, int]) -> tuple[float, float]:
     """Width and height of the largest part with the proportions of `size`."""
     scale = min(item.width / size[1], item.height / size[0])
     return size[1] * scale, size[0] * scale
 
 
 def _most_zoom(item: Item, size: tuple[int, int], zoom: float) -> float:
-    return max(1.0, min(zoom, _largest(item, size)[1] / size[0]))
+    return max(1.0, min(zoom, largest(item, size)[1] / size[0]))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from backend.schema.messages import Trouble
+from backend.training.captions import lines_of
 from backend.training.dataset import read_dataset, read_folder
+from backend.training.edits import sample_pictures
 from backend.training.extras import EDIT, listed
 
 
@@ -22,5 +24,6 @@ def look(config, *, index: Path) -> None:
     else:
         edits = EDIT in listed(section.extra_inputs)
         read_dataset(section, trigger=section.trigger_word, index=index, edits=edits)
+    sample_pictures(config.samples, lines_of(config.samples.sample_prompts))
     if config.prior.regularisation_path:
         read_folder(Path(config.prior.regularisation_path), prior=True)

@@ -16,9 +16,9 @@ def listed(text: str | None) -> tuple[str, ...]:
     return tuple(name.strip() for name in (text or "").split(",") if name.strip())
 
 
-def check_flags(config, family: ModuleType) -> None:
-    """Raises Trouble for a flag whose meaning the model or the task has not, so that none is without effect."""
-    title, frames = family.TITLE, config.dataset.num_frames
+def check_flags(config, family: ModuleType, *, variant: str, title: str) -> None:
+    """Raises Trouble for a flag whose meaning the model (of `family` and `variant`) or the task has not, so that none is without effect."""
+    frames, editing = config.dataset.num_frames, variant in getattr(family, "EDITING", ())
     if not hasattr(family, "predict"):
         raise Trouble("not_supported", f"{title} cannot be trained here.", hint="Qwen-Image and its kin can.")
     if frames is not None and frames > 1 and not hasattr(family, "encode_video"):
@@ -26,10 +26,12 @@ def check_flags(config, family: ModuleType) -> None:
             "bad_value", f"{title} makes single pictures, so there are no {frames} frames to train (--num_frames).",
             hint="Leave --num_frames out.",
         )  # fmt: skip
-    if config.model.processor_path and not hasattr(family, "load_processor"):
+    if not editing:
+        _check_no_edits(config, title)
+    if config.model.zero_cond_t and variant != "edit-2511":
         raise Trouble(
-            "bad_value", f"{title} is trained on text alone here; it has no processor of pictures (--processor_path).",
-            hint="Leave --processor_path out; the tokenizer is --tokenizer_path.",
+            "bad_value", f"{title} does not take pictures to edit as free of noise (--zero_cond_t); Qwen-Image-Edit-2511 does.",
+            hint="Leave --zero_cond_t out: what a model needs is read from its files.",
         )  # fmt: skip
     devices, processes = config.training.devices, int(os.environ.get("WORLD_SIZE", "1"))
     if devices not in (1, processes):
@@ -38,7 +40,28 @@ def check_flags(config, family: ModuleType) -> None:
             "started.", hint=f"accelerate launch --multi_gpu --num_processes {devices} -m backend.training …",
         )  # fmt: skip
     for name in listed(config.dataset.extra_inputs):
+        if name == EDIT and editing:
+            continue
         _check_extra(name, config.training.task, title)
+
+
+def _check_no_edits(config, title: str) -> None:
+    """Raises Trouble for what only a model that edits can take."""
+    if config.model.processor_path:
+        raise Trouble(
+            "bad_value", f"{title} is trained on text alone here; it has no processor of pictures (--processor_path).",
+            hint="Leave --processor_path out; the tokenizer is --tokenizer_path.",
+        )  # fmt: skip
+    if EDIT in listed(config.dataset.extra_inputs):
+        raise Trouble(
+            "bad_value", f"{title} makes pictures of text alone, so it cannot be trained to edit the pictures under {EDIT} (--extra_inputs).",
+            hint="Choose Qwen-Image-Edit or a later one, or leave --extra_inputs out.",
+        )  # fmt: skip
+    if config.samples.sample_edit_images.strip():
+        raise Trouble(
+            "bad_value", f"{title} makes pictures of text alone; its samples are drawn from no others (--sample_edit_images).",
+            hint="Leave --sample_edit_images out.",
+        )  # fmt: skip
 
 
 def _check_extra(name: str, task: str, title: str) -> None:
@@ -51,7 +74,7 @@ def _check_extra(name: str, task: str, title: str) -> None:
         return
     raise Trouble(
         "not_supported", f"{title} cannot be trained with the input {name} here (--extra_inputs).",
-        hint=f"What can be taken: {', '.join(DISTILL)}, with --task direct_distill.",
+        hint=f"What can be taken: {EDIT} by models that edit, and {', '.join(DISTILL)} with --task direct_distill.",
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,7 +12,7 @@ from backend.training.objective import Draws, errors, level_weight, noisy
 
 @dataclass(frozen=True)
 class Material:
-    """What one batch needs. `encodings` are the family's, one per sample, or None where `prompts` are to be encoded now."""
+    """What one batch needs. `encodings` are the family's, one per sample, or None where `prompts` (and `pictures`) are to be encoded now."""
 
     latents: torch.Tensor  # (B, C, h, w)
     prompts: tuple[str, ...]
@@ -20,25 +20,24 @@ class Material:
     draws: Draws
     weights: torch.Tensor  # (B,) what each sample counts
     mask: torch.Tensor | None = None  # (B, 1, h, w)
+    references: list[tuple[torch.Tensor, ...]] | None = None  # of each sample, (C, h, w) of what it is edited from
+    pictures: list[tuple] | None = None  # of each sample, the same as PIL pictures, where they are still to be seen
     levels: torch.Tensor | None = None  # (N + 1,): draw from noise in these N steps, and learn the picture at their end
 
     def to(self, device: torch.device) -> Material:
         def move(value):
             return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
 
-        encodings = self.encodings
+        encodings, references = self.encodings, self.references
         if encodings is not None:
             encodings = [{name: move(value) for name, value in one.items()} for one in encodings]
+        if references is not None:
+            references = [tuple(map(move, some)) for some in references]
         draws = Draws(noise=move(self.draws.noise), sigma=move(self.draws.sigma))
-        return Material(
-            latents=move(self.latents),
-            prompts=self.prompts,
-            encodings=encodings,
-            draws=draws,
-            weights=move(self.weights),
-            mask=move(self.mask),
-            levels=move(self.levels),
-        )
+        return replace(
+            self, latents=move(self.latents), encodings=encodings, draws=draws, weights=move(self.weights), mask=move(self.mask),
+            references=references, levels=move(self.levels),
+        )  # fmt: skip
 
 
 class Learner(torch.nn.Module):
@@ -47,15 +46,15 @@ class Learner(torch.nn.Module):
     `forward(material, loss)` gives (weighted sum over the samples of the batch, detached errors of the samples).
     """
 
-    def __init__(self, family, parts: dict[str, torch.nn.Module], *, tokenizer=None, dtype: torch.dtype):
+    def __init__(self, family, parts: dict[str, torch.nn.Module], *, tokenizer=None, processor=None, dtype: torch.dtype):
         super().__init__()
         self.parts = torch.nn.ModuleDict(parts)
-        self.family, self.tokenizer, self.dtype = family, tokenizer, dtype
+        self.family, self.tokenizer, self.processor, self.dtype = family, tokenizer, processor, dtype
         self.lean = False  # the adapters compute in `dtype` by themselves
         self.casts = False  # casting is left to this module, not to what wraps it
 
     def named_parts(self) -> dict:
-        return {**self.parts, "tokenizer": self.tokenizer}
+        return {**self.parts, "tokenizer": self.tokenizer, "processor": self.processor}
 
     def _casting(self, device: torch.device):
         """With lean adapters the network computes as when a picture is drawn; other weights that train are float32 and need autocast."""
@@ -71,8 +70,11 @@ class Learner(torch.nn.Module):
         if encodings is None:
             frozen = not any(weight.requires_grad for weight in self.parts["text_encoder"].parameters())
             with torch.no_grad() if frozen else contextlib.nullcontext():
-                encodings = self.family.encode_text(self.named_parts(), list(material.prompts), device=device)
+                seen = {"pictures": material.pictures} if material.pictures else {}
+                encodings = self.family.encode_text(self.named_parts(), list(material.prompts), device=device, **seen)
         encodings = [{name: value.to(self.dtype) for name, value in one.items()} for one in encodings]
+        if material.references is not None:
+            encodings = [{**one, "references": some} for one, some in zip(encodings, material.references, strict=True)]
         return self.family.collate(encodings, device=device)
 
     def forward(self, material: Material, loss) -> tuple[torch.Tensor, torch.Tensor]:

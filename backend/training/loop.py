@@ -110,7 +110,7 @@ def _epochs(run: Run) -> Callable[[int], list[Batch]]:
         if epoch not in known:
             known.clear()
             known[epoch] = epoch_batches(
-                run.source.items, run.source.sizes, batch_size=config.training.batch_size,
+                run.source.items, run.source.shapes, batch_size=config.training.batch_size,
                 repeat=config.dataset.dataset_repeat, prior_share=config.prior.prior_share, seed=config.training.seed,
                 epoch=epoch,
             )  # fmt: skip

@@ -37,8 +37,7 @@ def preflight(run: Run) -> dict[str, int]:
 
 def _largest_step(run: Run) -> None:
     """A real step with a rate of 0, so that the optimizer takes the memory that it will take."""
-    sizes = run.source.sizes
-    number = max(range(len(sizes)), key=lambda index: sizes[index][0] * sizes[index][1])
+    number = max(range(len(run.source.items)), key=run.source.pixels)
     count = run.config.training.batch_size
     batch = Batch(items=(number,) * count, places=tuple(range(count)))
     set_rates(run.optimizers, 0.0)

@@ -11,39 +11,40 @@ from backend.schema.messages import Trouble
 from backend.training import shards
 from backend.training.adapters import ADAPTER
 from backend.training.batches import Batch
-from backend.training.captions import lines_of
+from backend.training.conditions import encode_told
 from backend.training.run import Run
 from backend.training.samples import EMPTY, draw_latents, drawing, save_sample
+from backend.training.source import Sample
 
 VALIDATION_LEVELS = (0.2, 0.5, 0.8, 0.95)  # noise levels; the noise of each picture and level is always the same
 
 
 def draw_samples(run: Run, step: int) -> None:
     """Draws the sample prompts by the first process, with the running mean's weights where there is one."""
-    prompts = lines_of(run.config.samples.sample_prompts)
-    if prompts and (run.first or shards.asked()):  # weights that are spread are put together by all
+    samples = run.source.samples
+    if samples and (run.first or shards.asked()):  # weights that are spread are put together by all
         run.reporter.phase("sampling")
         if run.mean:
             run.mean.swap()
         try:
             with drawing(run.learner):
-                _draw_all(run, step, prompts)
+                _draw_all(run, step)
         finally:
             if run.mean:
                 run.mean.swap()
         run.reporter.phase("training", 1, 1)
-    if prompts:
+    if samples:
         run.accelerator.wait_for_everyone()
 
 
-def _draw_all(run: Run, step: int, prompts: list[str]) -> None:
+def _draw_all(run: Run, step: int) -> None:
     strengths = strengths_of(run.config.samples)
     _check_strengths(run, strengths)
     for strength in strengths:
         with at_strength(run.learner, strength):
-            for number, prompt in enumerate(prompts):
+            for number, sample in enumerate(run.source.samples):
                 said = f"{number}" if len(strengths) == 1 else f"{number}-strength-{strength:g}"
-                _draw_one(run, step, number, prompt, strength, f"{said}.png")
+                _draw_one(run, step, number, sample, strength, f"{said}.png")
 
 
 def strengths_of(section) -> list[float]:
@@ -85,19 +86,20 @@ def at_strength(module: torch.nn.Module, strength: float) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _draw_one(run: Run, step: int, number: int, prompt: str, strength: float, name: str) -> None:
-    section, family = run.config.samples, run.base.family
+def _draw_one(run: Run, step: int, number: int, sample: Sample, strength: float, name: str) -> None:
+    section, family, source, prompt = run.config.samples, run.base.family, run.source, sample.prompt
     parts = {**run.learner.named_parts(), "vae": run.vae}
-    size = (section.sample_height or run.source.sizes[0][0], section.sample_width or run.source.sizes[0][1])
-    if run.source.texts is not None:
-        towards, away = run.source.text(prompt), run.source.text(EMPTY)
+    told = [(prompt, sample.references), (EMPTY, sample.references)]
+    if source.texts is not None:
+        towards, away = (source.text(*one) for one in told)
     else:
         with torch.autocast(run.device.type, dtype=run.dtype, enabled=run.dtype != torch.float32):
-            towards, away = family.encode_text(parts, [prompt, EMPTY], device=run.device)
+            towards, away = encode_told(told, parts, source, run.base)
+    towards, away = (source.with_references(one, sample.references) for one in (towards, away))
     seed = section.sample_seed + number
     latents = draw_latents(
-        family, parts, run.base.spec.scheduler, [towards], away, seeds=[seed], steps=section.sample_inference_steps,
-        guidance=section.sample_guidance, size=size, dtype=run.dtype,
+        family, parts, run.base.spec.scheduler, [towards], [away], seeds=[seed], steps=section.sample_inference_steps,
+        guidance=section.sample_guidance, size=sample.size, dtype=run.dtype,
     )  # fmt: skip
     if not run.first:
         return

@@ -12,6 +12,7 @@ import torch
 from backend.engine.pictures import to_picture
 from backend.engine.png import save_png
 from backend.engine.sampling import noise, sample
+from backend.training.cache import changed
 
 EMPTY = " "  # what guidance leads away from where there is no negative prompt
 
@@ -19,6 +20,11 @@ EVERYDAY = (
     "a dog", "a red car", "a tree", "a banana", "a blue fish", "a house", "a yellow flower", "a bird", "a cup of tea", "a book",
     "a green frog", "a cake", "a guitar", "a ball", "an umbrella", "a rocket", "a pear", "a horse", "a key", "a mushroom",
     "a strawberry", "a chair", "a sun", "a lemon",
+)  # fmt: skip
+EVERYDAY_EDITS = (
+    "make it night", "turn it into a pencil drawing", "put it on a beach", "make it winter", "make it black and white",
+    "turn it into an oil painting", "put a red hat on it", "make the background blue", "remove the background", "make it look old",
+    "add a rainbow", "turn it into a comic",
 )  # fmt: skip
 
 
@@ -28,7 +34,7 @@ def draw_latents(
     parts: dict,
     scheduler: dict,
     towards: Sequence[dict],
-    away: dict,
+    away: Sequence[dict],
     *,
     seeds: Sequence[int],
     steps: int,
@@ -36,14 +42,15 @@ def draw_latents(
     size: tuple[int, int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Latents (N, C, h, w) of pictures of `size` (height, width), by the same functions as the engine's: one for each encoding and seed."""
+    """Latents (N, C, h, w) of pictures of `size` (height, width), by the same functions as the engine's: one for each encoding and seed, led
+    from the one of `away` in its place."""
     height, width = size
     device = next(parts["dit"].parameters()).device
     parts = {**parts, "dit": Computing(parts["dit"], dtype)}
-    count, guiding = len(seeds), guidance > 1
-    encodings = [*towards, *[away] * count] if guiding else list(towards)
+    guiding = guidance > 1
+    encodings = [*towards, *away] if guiding else list(towards)
     condition = family.collate(
-        [{name: value.to(dtype) for name, value in one.items()} for one in encodings], device=device
+        [changed(one, lambda value: value.to(device, dtype)) for one in encodings], device=device
     )
 
     def denoise(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:

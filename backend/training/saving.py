@@ -89,5 +89,8 @@ def facts(run: Run) -> dict:
     """What the order of samples and the meaning of a state depend on."""
     from backend.training.cache import key_of
 
-    pictures = key_of(*[f"{item.digest}|{item.captions}|{item.weight}" for item in run.source.items])
+    pictures = key_of(
+        *[f"{item.digest}|{item.captions}|{item.weight}" for item in run.source.items],
+        *[one.digest for item in run.source.items for one in item.edits],
+    )
     return {"config": to_values(run.config), "processes": run.accelerator.num_processes, "pictures": pictures}

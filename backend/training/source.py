@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import count
 from random import Random
 
@@ -15,8 +15,18 @@ from backend.training.cache import Store, View, read_mask
 from backend.training.captions import drawn
 from backend.training.crops import cut
 from backend.training.dataset import Item
+from backend.training.edits import Shown, open_shown
 from backend.training.learner import Material
 from backend.training.objective import Draws, draw, seed_of
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a sample is drawn from: a prompt, the keys of the pictures that it is edited from, its size (height, width)."""
+
+    prompt: str
+    references: tuple[str, ...]
+    size: tuple[int, int]
 
 
 @dataclass
@@ -26,23 +36,54 @@ class Source:
     items: list[Item]
     sizes: list[tuple[int, int]]
     latents: dict[View, str]  # view -> key
-    texts: dict[str, str] | None  # prompt -> key; None: the text encoder trains, or captions are not known beforehand
+    texts: dict[str, str] | None  # `worded` -> key; None: the text encoder trains, or captions are not known beforehand
     latent_store: Store
     text_store: Store
     config: object
     schedule: Callable[..., torch.Tensor]  # (size, steps) -> the model's own noise levels
+    references: dict[View, tuple[str, ...]] = field(default_factory=dict)  # view -> keys of what it is edited from
+    reference_sizes: list[tuple[tuple[int, int], ...]] = field(default_factory=list)  # of each item (height, width)
+    shown: dict[str, Shown] = field(default_factory=dict)  # key of a reference -> the picture it was made of
+    samples: list[Sample] = field(default_factory=list)
+    processor: str = ""  # a hash of how pictures are prepared for the text encoder
+
+    @property
+    def shapes(self) -> list[tuple]:
+        """What has to be the same in a batch: an item's size, and the sizes of what it is edited from."""
+        return [(size, *more) for size, more in zip(self.sizes, self.reference_sizes, strict=True)]
+
+    def pixels(self, number: int) -> int:
+        """Of all pictures that the network is given for an item."""
+        return sum(height * width for height, width in self.shapes[number])
+
+    def refer(self, view: View, some: Iterable[Shown], key: Callable[[Shown], str]) -> dict[str, Shown]:
+        """Notes that `view` is edited from `some`, and returns them by their keys."""
+        named = [(key(one), one) for one in some]
+        self.references[view] = tuple(name for name, _ in named)
+        self.shown |= named
+        return dict(named)
+
+    def with_references(self, encoding: dict, keys: tuple[str, ...]) -> dict:
+        return {**encoding, "references": self.latents_of(keys)} if keys else encoding
+
+    def latents_of(self, keys: Iterable[str]) -> tuple[torch.Tensor, ...]:
+        return tuple(self._latents(key) for key in keys)
+
+    def pictures_of(self, keys: Iterable[str]) -> tuple:
+        return tuple(open_shown(self.shown[key]) for key in keys)
 
     def material(self, batch: Batch, *, scale: float) -> Material:
         """Everything for one batch; `scale` is what a sample of weight 1 counts."""
         config, seed = self.config, self.config.training.seed
-        prompts, latents, masks = [], [], []
+        prompts, latents, masks, references = [], [], [], []
         for number, place in zip(batch.items, batch.places, strict=True):
             random = Random(seed_of(seed, place, "sample"))
             item = self.items[number]
             flip = config.dataset.flip and not item.prior and random.random() < 0.5
             prompts.append(self._caption(item, random))
             view = self._view(number, flip, random)
-            latents.append(self._latents(view))
+            latents.append(self._latents(self.latents[view]))
+            references.append(self.references.get(view, ()))
             if config.dataset.masked_loss != "none":
                 masks.append(self._mask(view, latents[-1]))
         size = self.sizes[batch.items[0]]
@@ -54,7 +95,9 @@ class Source:
         return Material(
             latents=torch.stack(latents),
             prompts=tuple(prompts),
-            encodings=None if self.texts is None else [self.text(prompt) for prompt in prompts],
+            encodings=None if self.texts is None else [self.text(*told) for told in zip(prompts, references, strict=True)],
+            references=[self.latents_of(keys) for keys in references] if any(references) else None,
+            pictures=[self.pictures_of(keys) for keys in references] if self.texts is None and any(references) else None,
             draws=draws or draw(latents[0].shape, batch.places, config.loss, seed=seed,
                        schedule=self.schedule(size) if needs_schedule else None),
             weights=torch.tensor([scale * self._counts(number) for number in batch.items]),
@@ -90,14 +133,19 @@ class Source:
         mask = read_mask(item, size, tuple(latents.shape[-2:]), kind=section.masked_loss, flip=view.flip, box=box)
         return section.mask_floor + (1 - section.mask_floor) * mask
 
-    def _latents(self, view: View) -> torch.Tensor:
-        found = self.latent_store.get(self.latents[view])
+    def _latents(self, key: str) -> torch.Tensor:
+        found = self.latent_store.get(key)
         if found is None:
             raise Trouble("cache_lost", "An encoding was deleted from the cache while training.", hint="Start again.")
         return found["latents"]
 
-    def text(self, prompt: str) -> dict[str, torch.Tensor]:
-        found = self.text_store.get(self.texts[prompt])
+    def text(self, prompt: str, references: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+        found = self.text_store.get(self.texts[worded(prompt, references)])
         if found is None:
             raise Trouble("cache_lost", "An encoding was deleted from the cache while training.", hint="Start again.")
         return found
+
+
+def worded(prompt: str, references: tuple[str, ...]) -> str:
+    """A name for a prompt with the pictures that go with it; without pictures it is the prompt."""
+    return "\x1f".join((prompt, *references))

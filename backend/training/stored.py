@@ -11,6 +11,7 @@ from pathlib import Path
 from backend.schema.messages import Trouble
 from backend.training.base import Base
 from backend.training.cache import Store, View
+from backend.training.conditions import is_editing
 from backend.training.dataset import Item
 from backend.training.files import write_text
 from backend.training.material import schedules
@@ -23,8 +24,10 @@ def write(folder: Path, source: Source, base: Base) -> None:
     items = []
     for number, item in enumerate(source.items):
         keys = {_name(view): key for view, key in source.latents.items() if view.item == number}
+        edits = {_name(view): some for view, some in source.references.items() if view.item == number}
+        more = {"references": edits, "reference_sizes": source.reference_sizes[number]} if edits else {}
         items.append(
-            {"latents": keys, "captions": item.captions, "size": source.sizes[number], "digest": item.digest,
+            {"latents": keys, **more, "captions": item.captions, "size": source.sizes[number], "digest": item.digest,
              "weight": item.weight, "prior": item.prior, "seed": item.seed, "steps": item.steps}
         )  # fmt: skip
     table = {"format": 1, "family": base.spec.family, "items": items, "texts": source.texts}
@@ -55,12 +58,15 @@ def read(folder: Path, base: Base, config) -> Source:
         raise Trouble(
             "bad_value", f"The encodings in {folder} are of {table['family']}, the model is {base.spec.family}."
         )
+    if is_editing(base) != any(row.get("references") for row in table["items"]):
+        how = "without pictures to edit, which it needs" if is_editing(base) else "with pictures to edit, which it does not take"
+        raise Trouble("bad_value", f"The encodings in {folder} were made {how}: {base.spec.title}.")
     if config.dataset.masked_loss != "none":
         raise Trouble(
             "bad_value", "Masks (--masked_loss) are read from the pictures, which a second stage does not have.",
             hint="Use --task sft, which keeps encodings too.",
         )  # fmt: skip
-    items, sizes, latents = [], [], {}
+    items, sizes, latents, references, reference_sizes = [], [], {}, {}, []
     for number, row in enumerate(table["items"]):
         sizes.append((row["size"][0], row["size"][1]))
         items.append(
@@ -69,9 +75,17 @@ def read(folder: Path, base: Base, config) -> Source:
                  steps=row.get("steps"))
         )  # fmt: skip
         latents |= {_view(number, name): key for name, key in row["latents"].items()}
+        references |= {_view(number, name): tuple(keys) for name, keys in row.get("references", {}).items()}
+        reference_sizes.append(tuple((height, width) for height, width in row.get("reference_sizes", ())))
+    if references and table["texts"] is None:
+        raise Trouble(
+            "bad_value", "What is told of pictures to edit (a text encoder that trains, --caption_shuffle) is read from those pictures, which a "
+            "second stage does not have.", hint="Use --task sft, which keeps encodings too.",
+        )  # fmt: skip
     if config.dataset.flip and not any(view.flip for view in latents):
         raise Trouble("bad_value", "Flip is on, but the encodings were made without it.", hint="Make them with --flip.")
     return Source(
         items=items, sizes=sizes, latents=latents, texts=table["texts"], latent_store=Store(folder / "latents"),
-        text_store=Store(folder / "texts"), config=config, schedule=schedules(base),
+        text_store=Store(folder / "texts"), config=config, schedule=schedules(base), references=references,
+        reference_sizes=reference_sizes,
     )  # fmt: skip

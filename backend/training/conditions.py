@@ -1,0 +1,173 @@
+"""What the network is told beside the noise: words, the pictures that a sample is edited from, and what samples are drawn from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from backend.schema.messages import Trouble
+from backend.training.base import Base, part_digest
+from backend.training.batches import size_of
+from backend.training.cache import View, fill_references, fill_texts, key_of
+from backend.training.captions import lines_of
+from backend.training.dataset import Item
+from backend.training.edits import Shown, open_shown, reference_sizes, sample_pictures, shown, whole
+from backend.training.samples import EMPTY
+from backend.training.shares import Parts, Wishes, in_shares
+from backend.training.source import Sample, Source, worded
+
+Told = tuple[str, tuple[str, ...]]  # a prompt, and the keys of the pictures that go with it
+
+
+def is_editing(base: Base) -> bool:
+    """Whether the model makes pictures of pictures."""
+    return base.spec.variant in getattr(base.family, "EDITING", ())
+
+
+def add_references(source: Source, base: Base, load: Parts, wishes: Wishes) -> set[int]:
+    """Encodes what the samples are edited from, for every view. Returns the items that could not be, where those may be left out."""
+    section, pixels, wanted = source.config.dataset, load([])["processor"].reference_pixels, {}
+    key = _namer(base, pixels)
+    for view in source.latents:
+        item, size = source.items[view.item], source.sizes[view.item]
+        some = shown(item, size, flip=view.flip, place=view.cut, zoom=section.crop_zoom)
+        wanted |= source.refer(view, some, key)
+    for number, (item, size) in enumerate(zip(source.items, source.sizes, strict=True)):
+        some = shown(item, size, zoom=section.crop_zoom)
+        source.reference_sizes[number] = reference_sizes(some, base.family, pixels=pixels)
+    broken = _encode_references(source, wanted, base, load, wishes, skip_broken=section.skip_broken_pictures)
+    return {view.item for view, keys in source.references.items() if broken & set(keys)}
+
+
+def _namer(base: Base, pixels: int) -> Callable[[Shown], str]:
+    """Names what a picture is encoded as, at an area of `pixels`."""
+    digest = part_digest(base, "vae")
+    return lambda one: key_of("reference", *one.words, pixels, base.spec.family, digest, "mean")
+
+
+def _encode_references(
+    source: Source, wanted: dict[str, Shown], base: Base, load: Parts, wishes: Wishes, *, skip_broken: bool
+) -> set[str]:
+    section, broken = source.config.dataset, set()
+
+    def work(missing: dict[str, Shown]) -> None:
+        parts = load(["vae"])
+
+        @torch.no_grad()
+        def encode(picture) -> torch.Tensor:
+            return base.family.encode_references(parts, [picture])[0]
+
+        broken.update(
+            fill_references(
+                source.latent_store, missing, encode=encode, workers=section.dataset_num_workers, skip_broken=skip_broken,
+                progress=wishes.progress,
+            )
+        )  # fmt: skip
+
+    in_shares(wanted, source.latent_store, wishes, work)
+    return {key for some in wishes.gather(broken) for key in some}
+
+
+def add_samples(source: Source, base: Base, load: Parts, wishes: Wishes) -> None:
+    """Says what the sample prompts are drawn from: of a model that edits, the pictures that were named, or the dataset's in turn."""
+    section, data = source.config.samples, source.config.dataset
+    prompts = lines_of(section.sample_prompts)
+    size = (section.sample_height or source.sizes[0][0], section.sample_width or source.sizes[0][1])
+    if not prompts or not is_editing(base):
+        source.samples = [Sample(prompt, (), size) for prompt in prompts]
+        return
+    named = sample_pictures(section, prompts)
+    if named is None and not source.shown:
+        raise Trouble(
+            "bad_value", "The sample prompts need pictures to edit: a second stage has none of the dataset's.",
+            hint="Name them with --sample_edit_images.",
+        )  # fmt: skip
+    if named is None:
+        own = [number for number, item in enumerate(source.items) if not item.prior]
+        turns = [own[number % len(own)] for number in range(len(prompts))]
+        source.samples = [
+            Sample(prompt, source.references[View(turn)], _asked_size(section, source.sizes[turn]))
+            for prompt, turn in zip(prompts, turns, strict=True)
+        ]
+        return
+    wanted, key = {}, _namer(base, load([])["processor"].reference_pixels)
+    for prompt, pictures in zip(prompts, named, strict=True):
+        some = {key(one): one for one in whole(pictures)}
+        wanted |= some
+        source.samples.append(Sample(prompt, tuple(some), _asked_size(section, _size_like(pictures[-1], data, base))))
+    source.shown |= wanted
+    _encode_references(source, wanted, base, load, wishes, skip_broken=False)
+
+
+def _asked_size(section, size: tuple[int, int]) -> tuple[int, int]:
+    return section.sample_height or size[0], section.sample_width or size[1]
+
+
+def _size_like(picture, data, base: Base) -> tuple[int, int]:
+    """The size at which a picture would be trained: what is made of it has its proportions."""
+    like = Item(path=picture.path, captions=(), width=picture.width, height=picture.height)
+    return size_of(
+        like, height=data.height, width=data.width, max_pixels=data.max_pixels, multiple=base.family.SIZES.multiple,
+        snap=False,
+    )  # fmt: skip
+
+
+def told_in(source: Source) -> list[Told]:
+    """Everything that the network will be told: each caption with the pictures of each view, empty ones, and the samples."""
+    dropped = ("", " ") if source.config.dataset.caption_dropout else ()
+    found = [("", ()), (" ", ())] if not source.references else []
+    for view in source.latents:
+        references = source.references.get(view, ())
+        found += [(prompt, references) for prompt in (*source.items[view.item].captions, *(dropped if references else ()))]
+    return [*found, *told_to_draw(source)]
+
+
+def told_to_draw(source: Source) -> list[Told]:
+    return [(prompt, one.references) for one in source.samples for prompt in (one.prompt, EMPTY)]
+
+
+def fill_told(source: Source, base: Base, load: Parts, wishes: Wishes, told: Iterable[Told]) -> None:
+    """Sees to it that everything told has its encoding; a text encoder is needed only for what has none."""
+    named = {worded(*one): one for one in dict.fromkeys(told)}
+    seeing = any(references for _, references in named.values())
+    digest, dtype = part_digest(base, "text_encoder"), str(wishes.dtype)
+    eyes = (base.spec.variant, part_digest(base, "vision"), source.processor) if seeing else ()
+    keys = {
+        name: key_of(prompt, base.spec.family, digest, dtype, *((*eyes, *references) if references else ()))
+        for name, (prompt, references) in named.items()
+    }
+    source.texts = {**(source.texts or {}), **keys}
+
+    def work(missing: dict[str, Told]) -> None:
+        parts = load(["text_encoder", *(["vision"] if seeing else [])])
+
+        @torch.no_grad()
+        def encode(some: list[Told]) -> list[dict]:
+            return encode_told(some, parts, source, base)
+
+        fill_texts(source.text_store, missing, encode=encode, progress=wishes.progress, at_once=2 if seeing else 16)
+
+    in_shares({keys[name]: one for name, one in named.items()}, source.text_store, wishes, work)
+
+
+def encode_told(some: list[Told], parts: dict, source: Source, base: Base) -> list[dict]:
+    """The family's encodings of prompts and the pictures that go with them."""
+    device = next(parts["text_encoder"].parameters()).device
+    prompts = [prompt for prompt, _ in some]
+    if not any(references for _, references in some):
+        return base.family.encode_text(parts, prompts, device=device)
+    pictures = [tuple(open_shown(source.shown[key]) for key in references) for _, references in some]
+    return base.family.encode_text(parts, prompts, device=device, pictures=pictures)
+
+
+def processor_of(folder: Path, base: Base, *, pixels: int | None) -> tuple[object, str]:
+    """The model's processor in `folder`, which brings pictures to an area of `pixels` where that is given, and a hash of its settings."""
+    found = base.family.load_processor(folder, base.spec.variant)
+    if pixels is not None:
+        seen = min(found.seen_pixels, pixels) if found.plus else pixels
+        found = replace(found, reference_pixels=pixels, seen_pixels=seen)
+    settings = (folder / "preprocessor_config.json").read_text(encoding="utf-8")
+    return found, key_of(settings, found.reference_pixels, found.seen_pixels)

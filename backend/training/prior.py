@@ -1,0 +1,80 @@
+"""Pictures that the untouched model draws, to be trained along so that it keeps what it knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from backend.training.base import Base, part_digest
+from backend.training.cache import View, key_of
+from backend.training.captions import lines_of
+from backend.training.conditions import encode_told
+from backend.training.dataset import Item
+from backend.training.samples import EMPTY, EVERYDAY, EVERYDAY_EDITS, draw_latents, num_at_once
+from backend.training.shares import Parts, Wishes, in_shares
+from backend.training.source import Source
+
+PRIOR_STEPS = 12  # in which they are drawn
+
+
+def prior_prompts(section, *, editing: bool) -> list[str]:
+    return lines_of(section.prior_prompts) or list(EVERYDAY_EDITS if editing else EVERYDAY)
+
+
+def add_drawn(source: Source, base: Base, load: Parts, wishes: Wishes) -> None:
+    """Adds the pictures that the untouched model draws, as latents straight from the sampler.
+
+    A model that edits is given what the dataset's own pictures are edited from, in turn, and told something else.
+    """
+    section, seed = source.config.prior, source.config.training.seed
+    own = [number for number, item in enumerate(source.items) if not item.prior]
+    prompts = prior_prompts(section, editing=bool(source.references))
+    size = max(set(source.sizes), key=source.sizes.count)
+    digests = [part_digest(base, name) for name in ("dit", "text_encoder")]
+    wanted = {}
+    for number in range(section.prior_pictures):
+        prompt, place = prompts[number % len(prompts)], seed * 100003 + number
+        like = own[number % len(own)]
+        references = source.references.get(View(like), ())
+        own_size = source.sizes[like] if references else size
+        key = key_of("prior", prompt, place, own_size, section.prior_guidance, str(wishes.dtype), *digests, *references)
+        view = View(len(source.items))
+        source.latents[view] = key
+        if references:
+            source.references[view] = references
+        source.items.append(
+            Item(path=Path(key), captions=(prompt,), width=own_size[1], height=own_size[0], digest=key, prior=True,
+                 edits=source.items[like].edits)
+        )  # fmt: skip
+        source.sizes.append(own_size)
+        source.reference_sizes.append(source.reference_sizes[like])
+        wanted[key] = (prompt, place, references, own_size)
+    in_shares(wanted, source.latent_store, wishes, lambda missing: _draw_missing(missing, source, base, load, wishes))
+
+
+@torch.no_grad()
+def _draw_missing(missing: dict, source: Source, base: Base, load: Parts, wishes: Wishes) -> None:
+    """Draws {key: (prompt, seed, references, size)}: several at once where they are edited from nothing, and so have all one size."""
+    editing = any(references for _, _, references, _ in missing.values())
+    parts = load(["text_encoder", "dit", *(["vision"] if editing else [])])
+    told = {(prompt, references) for prompt, _, references, _ in missing.values()}
+    empty = {(EMPTY, references) for _, references in told}
+    groups = [[one] for one in sorted(told | empty)] if editing else [sorted(empty), sorted(told)]
+    words = {}
+    for group in groups:
+        words |= zip(group, encode_told(group, parts, source, base), strict=True)
+    keys = list(missing)
+    count = 1 if editing else num_at_once(missing[keys[0]][3])
+    for start in range(0, len(keys), count):
+        some = [missing[key] for key in keys[start : start + count]]
+        latents = draw_latents(
+            base.family, parts, base.spec.scheduler,
+            [source.with_references(words[prompt, references], references) for prompt, _, references, _ in some],
+            [source.with_references(words[EMPTY, references], references) for _, _, references, _ in some],
+            seeds=[seed for _, seed, _, _ in some], steps=PRIOR_STEPS, guidance=source.config.prior.prior_guidance,
+            size=some[0][3], dtype=wishes.dtype,
+        )  # fmt: skip
+        for key, one in zip(keys[start : start + count], latents, strict=True):
+            source.latent_store.put(key, {"latents": one.float()})
+        wishes.progress(min(start + count, len(keys)), len(keys))

@@ -1,0 +1,39 @@
+"""What is encoded before the first step is made in shares, one for each process, and waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from backend.training.cache import Store
+
+Parts = Callable[..., dict[str, torch.nn.Module]]
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the filling of a cache needs to know: what trains, and how its progress is said."""
+
+    trains_text: bool
+    dtype: torch.dtype
+    rank: int
+    processes: int
+    wait: Callable[[], None]
+    gather: Callable[[object], list]
+    progress: Callable[[int, int], None]
+
+
+def in_shares(wanted: dict, store: Store, wishes: Wishes, work: Callable[[dict], None]) -> None:
+    """Has `work` make what `store` lacks of `wanted` {key: …}: each process its share, then what it still cannot see.
+
+    The cache of another machine is not this one's; a store without a folder is each process's own.
+    """
+    for shared in (store.folder is not None, False):
+        missing = {key: wanted[key] for key in sorted(wanted) if not store.has(key)}
+        if shared:
+            missing = {key: missing[key] for key in list(missing)[wishes.rank :: wishes.processes]}
+        if missing:
+            work(missing)
+        wishes.wait()
