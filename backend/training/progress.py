@@ -74,7 +74,8 @@ def _check_strengths(run: Run, strengths: list[float]) -> None:
 @contextlib.contextmanager
 def at_strength(module: torch.nn.Module, strength: float) -> Iterator[None]:
     """The adapter in `module`, if there is one, counting `strength` times as much."""
-    found = [inner.scaling for inner in module.modules() if ADAPTER in getattr(inner, "scaling", ())]
+    found = [getattr(inner, "scaling", None) for inner in module.modules()]
+    found = [scaling for scaling in found if isinstance(scaling, dict) and ADAPTER in scaling]  # attention has a number of that name
     before = [scaling[ADAPTER] for scaling in found]
     for scaling in found:
         scaling[ADAPTER] *= strength
