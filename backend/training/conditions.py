@@ -14,7 +14,7 @@ from backend.training.batches import size_of
 from backend.training.cache import View, fill_references, fill_texts, key_of
 from backend.training.captions import lines_of
 from backend.training.dataset import Item
-from backend.training.edits import Shown, open_shown, reference_sizes, sample_pictures, shown, whole
+from backend.training.edits import Shown, check_counts, open_shown, reference_sizes, sample_pictures, shown, whole
 from backend.training.samples import EMPTY
 from backend.training.shares import Parts, Wishes, in_shares
 from backend.training.source import Sample, Source, worded
@@ -93,6 +93,8 @@ def add_samples(source: Source, base: Base, load: Parts, wishes: Wishes) -> None
             for prompt, turn in zip(prompts, turns, strict=True)
         ]
         return
+    counts = zip(map("The sample of {!r}".format, prompts), map(len, named), strict=True)
+    check_counts(counts, variant=base.spec.variant, title=base.spec.title)
     wanted, key = {}, _namer(base, load([])["processor"].reference_pixels)
     for prompt, pictures in zip(prompts, named, strict=True):
         some = {key(one): one for one in whole(pictures)}

@@ -65,6 +65,16 @@ def is_alike(picture: Picture, item: Item) -> bool:
     return abs(math.log(picture.width * item.height / (picture.height * item.width))) < ALIKE
 
 
+def check_counts(counts: Iterable[tuple[str, int]], *, variant: str, title: str) -> None:
+    """Raises Trouble for the first of (what, from how many pictures) that is edited from more than the model works from."""
+    for what, count in counts:
+        if count > 1 and variant == "edit":
+            raise Trouble(
+                "bad_value", f"{what} is edited from {count} pictures, and {title} works from one.",
+                hint="Name one, or choose Qwen-Image-Edit-2509 or a later one.",
+            )  # fmt: skip
+
+
 def check_cuts(items: Iterable[Item], sizes: Iterable[tuple[int, int]], *, crops: int, zoom: float) -> None:
     """Raises Trouble where samples would be cut in several ways, and what they are edited from could not be cut with them."""
     for item, size in zip(items, sizes, strict=True):

@@ -19,7 +19,7 @@ from backend.training.cache import Store, View, fill_latents, key_of, prune
 from backend.training.conditions import add_references, add_samples, fill_told, is_editing, told_in
 from backend.training.crops import cut, num_cuts
 from backend.training.dataset import Dataset, Item
-from backend.training.edits import check_cuts
+from backend.training.edits import check_counts, check_cuts
 from backend.training.prior import add_drawn
 from backend.training.shares import Parts, Wishes, in_shares
 from backend.training.source import Source
@@ -49,6 +49,8 @@ def prepare_source(
         latent_store=Store(folder and folder / "latents"), text_store=Store(folder and folder / "texts"),
         schedule=schedules(base), reference_sizes=[()] * len(items), processor=processor,
     )  # fmt: skip
+    counts = ((item.path.name, len(item.edits)) for item in items)
+    check_counts(counts, variant=base.spec.variant, title=base.spec.title)
     check_cuts(items, sizes, crops=section.crops, zoom=section.crop_zoom)
     _fill_pictures(source, base, load, wishes)
     if is_editing(base):

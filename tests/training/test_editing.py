@@ -1,0 +1,236 @@
+"""Training models that edit: what a sample is edited from goes with it through cuts, mirrors, batches, stages and samples."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from PIL import Image, ImageChops, ImageDraw, ImageOps, ImageStat
+from safetensors.torch import load_file
+
+from tests.tiny_models import make_qwen_edit
+
+pytestmark = pytest.mark.torch
+BASE = ("--max_steps", 2, "--save_dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def tiny_edit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen-Image-Edit-2509, which takes several pictures."""
+    return make_qwen_edit(tmp_path_factory.mktemp("edit") / "tiny", "edit-2509")
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three samples in a table: two edited from one picture of their own size, one from two of other proportions."""
+    folder = tmp_path_factory.mktemp("pairs")
+    for name, size in {"a": (64, 64), "b": (64, 64), "c": (64, 64), "wide": (96, 48), "old_a": (64, 64), "old_b": (64, 64)}.items():
+        picture = Image.linear_gradient("L").resize(size).convert("RGB")
+        ImageDraw.Draw(picture).ellipse((4, 8, 28, 40), fill=(10 * sum(map(ord, name)) % 255, 90, 160))
+        picture.save(folder / f"{name}.png")
+    rows = [
+        {"image": "a.png", "prompt": "make it red", "edit_image": "old_a.png"},
+        {"image": "b.png", "prompt": "turn it", "edit_image": ["old_b.png"]},
+        {"image": "c.png", "prompt": "both together", "edit_image": ["wide.png", "old_a.png"]},
+    ]
+    (folder / "m.json").write_text(json.dumps(rows))
+    return folder
+
+
+@pytest.fixture
+def train(run_training, tiny_edit: Path, pairs: Path):
+    def run(output: Path, *flags, model: Path = tiny_edit, dataset: Path | None = pairs, table: Path | None = pairs / "m.json") -> int:
+        named = ("--dataset_metadata_path", table) if table else ()
+        return run_training(output, *BASE, *named, *flags, model=model, dataset=dataset)
+
+    return run
+
+
+def losses(run: Path, events) -> list[float]:
+    return [event["loss"] for event in events(run) if event["event"] == "step"]
+
+
+def by_hand(model: Path, folder: Path, places: list[int]) -> float:
+    """The mean error of the first steps of samples at `places`, by diffusers' networks, as they stand in DiffSynth's documents: the tokens
+    of what is edited behind those of what is learnt."""
+    from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+
+    from backend.catalog.identify import identify_model
+    from backend.engine.load import load_part
+    from backend.families import FAMILIES, qwen_image
+    from backend.schema.training import LossSection
+    from backend.training.batches import epoch_batches
+    from backend.training.dataset import Item
+    from backend.training.objective import draw
+
+    spec = identify_model(model, FAMILIES)
+    parts = {name: load_part(spec.parts[name], dtype=torch.float32) for name in ("text_encoder", "vision")}
+    parts |= {"tokenizer": qwen_image.load_tokenizer(spec.tokenizer), "processor": qwen_image.load_processor(spec.processor, spec.variant)}
+    vae = AutoencoderKLQwenImage.from_pretrained(model / "vae")
+    dit = QwenImageTransformer2DModel.from_pretrained(model / "transformer")
+    mean, std = (torch.tensor(value).view(1, -1, 1, 1, 1) for value in (vae.config.latents_mean, vae.config.latents_std))
+
+    def latents(picture: Image.Image) -> torch.Tensor:
+        values = torch.tensor(list(picture.convert("RGB").getdata()), dtype=torch.float32).view(picture.height, picture.width, 3)
+        pixels = (values / 127.5 - 1).permute(2, 0, 1)[None, :, None]
+        return ((vae.encode(pixels).latent_dist.mode() - mean) / std)[:, :, 0]
+
+    def packed(x: torch.Tensor) -> torch.Tensor:
+        batch, channels, height, width = x.shape
+        x = x.view(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
+        return x.reshape(batch, height * width // 4, channels * 4)
+
+    rows, found = json.loads((folder / "m.json").read_text()), []
+    items = [Item(Path(), ("",)) for _ in rows]
+    batches = epoch_batches(items, [0] * len(rows), batch_size=1, repeat=1, prior_share=0.5, seed=0, epoch=0)
+    number_at = {batch.places[0]: batch.items[0] for batch in batches}
+    with torch.no_grad():
+        for place in places:
+            row = rows[number_at[place]]
+            target = latents(Image.open(folder / row["image"]))
+            named = row["edit_image"] if isinstance(row["edit_image"], list) else [row["edit_image"]]
+            edited = [Image.open(folder / name) for name in named]
+            embeds = qwen_image.encode_text(parts, [row["prompt"]], pictures=[edited])[0]["embeds"][None]
+            sized = [one.resize(qwen_image.size_within(one.size, 64 * 64), Image.Resampling.LANCZOS) for one in edited]
+            references = [latents(one) for one in sized]
+            draws = draw(tuple(target.shape[1:]), (place,), LossSection(), seed=0)
+            sigma = draws.sigma.view(-1, 1, 1, 1)
+            x = (1 - sigma) * target + sigma * draws.noise
+            tokens = torch.cat([packed(one) for one in (x, *references)], dim=1)
+            shapes = [[(1, one.shape[2] // 2, one.shape[3] // 2) for one in (x, *references)]]
+            velocity = dit(hidden_states=tokens, timestep=draws.sigma, encoder_hidden_states=embeds, img_shapes=shapes,
+                           encoder_hidden_states_mask=torch.ones(embeds.shape[:2], dtype=torch.bool)).sample  # fmt: skip
+            wanted = packed(draws.noise - target)
+            found.append(float(((velocity[:, : wanted.shape[1]] - wanted) ** 2).mean()))
+    return sum(found) / len(found)
+
+
+def test_the_first_loss_is_that_of_diffusers_networks(train, events, tmp_path: Path, tiny_edit: Path, pairs: Path):
+    plain = ("--mixed_precision", "no", "--learning_rate", 0, "--max_steps")
+    assert train(tmp_path / "one", *plain, 3) == 0
+    batches = losses(tmp_path / "one", events)
+    assert sum(batches) / 3 == pytest.approx(by_hand(tiny_edit, pairs, [0, 1, 2]), rel=1e-4)
+    assert train(tmp_path / "two", *plain, 2, "--batch_size", 2) == 0  # two of one shape go together, the third alone
+    found = sorted(losses(tmp_path / "two", events))
+    ways = [sorted([batches[alone], (sum(batches) - batches[alone]) / 2]) for alone in range(3)]
+    assert any(found == pytest.approx(way, rel=1e-4) for way in ways)
+
+
+def test_two_stages_give_what_one_gives(train, tmp_path: Path, tiny_edit: Path, capsys):
+    """With samples mirrored and captions left out, both of which change what is told of the pictures."""
+    flags = ("--caption_dropout", 0.4, "--flip", "--dataset_repeat", 4, "--max_steps", 4)
+    assert train(tmp_path / "one", *flags) == 0
+    assert train(tmp_path / "data", *flags, "--task", "sft:data_process") == 0
+    alone = tmp_path / "only_dit"
+    alone.mkdir()
+    for name in ("transformer", "tokenizer", "processor", "scheduler"):
+        shutil.copytree(tiny_edit / name, alone / name)
+    shutil.copy(tiny_edit / "model_index.json", alone)
+    again = (*flags, "--task", "sft:train")
+    assert train(tmp_path / "two", *again, model=alone, dataset=tmp_path / "data", table=None) == 0
+    one, two = (load_file(tmp_path / name / "step-4.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    assert train(tmp_path / "two", *again, "--sample_prompts", "x", model=alone, dataset=tmp_path / "data", table=None) == 2
+    assert "Name them with --sample_edit_images" in capsys.readouterr().err
+
+
+def test_samples_begin_from_pictures_and_the_lora_changes_what_the_engine_draws(train, events, tmp_path: Path, tiny_edit: Path, pairs: Path):
+    from backend.catalog.identify import identify_model
+    from backend.engine.pipeline import Pipeline
+    from backend.families import FAMILIES
+    from backend.schema.request import GenerationRequest, LoraUse
+
+    flags = ("--learning_rate", 0.02, "--sample_inference_steps", 2, "--sample_prompts", "make it red\nturn it")
+    named = f"{pairs / 'wide.png'}, {pairs / 'old_a.png'}"
+    assert train(tmp_path / "turn", *flags) == 0 and train(tmp_path / "named", *flags, "--sample_edit_images", named) == 0
+    drawn = {}
+    for run in ("turn", "named"):
+        for event in events(tmp_path / run):
+            if event["event"] == "sample":
+                drawn[run, event["prompt"], event["step"]] = Image.open(event["path"])
+    assert len(drawn) == 8 and len({picture.tobytes() for picture in drawn.values()}) == 8
+    assert {drawn["turn", "turn it", 2].size, drawn["named", "turn it", 2].size} == {(64, 64)}
+    first = next(event["event"] for event in events(tmp_path / "turn") if event["event"] in ("sample", "step"))
+    assert first == "sample"  # the first are drawn before the first step
+    pipeline = Pipeline(identify_model(tiny_edit, FAMILIES), dtype=torch.float32, device="cpu")
+    request = GenerationRequest(prompt="make it red", edit_images=(str(pairs / "old_a.png"),), width=64, height=64, num_inference_steps=2, guidance=1.0)
+    plain = pipeline.generate(request)[0]
+    pipeline.adapters.use([LoraUse(str(tmp_path / "turn" / "step-2.safetensors"))])
+    assert ImageStat.Stat(ImageChops.difference(plain, pipeline.generate(request)[0])).mean != [0, 0, 0]
+
+
+def test_a_text_encoder_sees_the_pictures_while_it_trains(train, events, tmp_path: Path):
+    plain = ("--mixed_precision", "no", "--max_steps", 1)
+    assert train(tmp_path / "dit", *plain) == 0
+    assert train(tmp_path / "text", *plain, "--lora_base_model", "text_encoder", "--lora_target_modules", "q_proj", "--sample_prompts", "x",
+                 "--sample_inference_steps", 1) == 0  # fmt: skip
+    assert losses(tmp_path / "dit", events) == pytest.approx(losses(tmp_path / "text", events), rel=1e-4)
+    assert any("q_proj" in name for name in load_file(tmp_path / "text" / "step-1.safetensors"))
+
+
+def test_prior_pictures_validation_preflight_and_little_memory(train, events, tmp_path: Path):
+    flags = ("--prior_pictures", 3, "--validation_split", 0.3, "--preflight", "--fp8_models", "dit,text_encoder,vision", "--batch_size", 2,
+             "--use_gradient_checkpointing", "--edit_pixels", 2048)  # fmt: skip
+    assert train(tmp_path / "run", *flags) == 0
+    said = [event["event"] for event in events(tmp_path / "run")]
+    assert "validation" in said and said[-1] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "words"),
+    [
+        ("text", ("--extra_inputs", "edit_image"), "Qwen-Image makes pictures of text alone, so it cannot be trained to edit"),
+        ("text", ("--sample_edit_images", "a.png"), "drawn from no others (--sample_edit_images)"),
+        ("text", ("--processor_path", "x"), "it has no processor of pictures"),
+        ("edit", ("--dataset_metadata_path", "plain.json"), "does not say which picture it is edited from"),
+        ("edit", ("--zero_cond_t",), "Qwen-Image-Edit-2511 does"),
+        ("edit", ("--crops", "3", "--crop_zoom", "2", "--max_pixels", "1024"), "wide.png, which it is edited from, has other proportions"),
+        ("edit", ("--sample_prompts", "x\ny\nz", "--sample_edit_images", "a.png\nb.png"), "There are 3 sample prompts but 2 lines"),
+        ("edit", ("--processor_path", "nowhere"), "The processor of Qwen-Image-Edit-2509 was not found (nowhere)"),
+        ("edit", ("--num_frames", "5"), "there are no 5 frames to train"),
+        ("one", (), "c.png is edited from 2 pictures"),
+    ],
+)
+def test_what_does_not_go_together(train, tmp_path, pairs, tiny_qwen, tiny_edit, monkeypatch, capsys, model, flags, words):
+    (pairs / "plain.json").write_text(json.dumps([{"image": "a.png", "prompt": "x"}]))
+    monkeypatch.chdir(pairs)
+    monkeypatch.setattr("backend.training.setup.load_parts", lambda *a, **k: pytest.fail("weights were loaded"))
+    folder = {"text": tiny_qwen, "edit": tiny_edit}.get(model)
+    if folder is None:  # Qwen-Image-Edit takes one picture
+        folder = tmp_path / "one"
+        shutil.copytree(tiny_edit, folder)
+        index = json.loads((folder / "model_index.json").read_text())
+        (folder / "model_index.json").write_text(json.dumps({**index, "_class_name": "QwenImageEditPipeline"}))
+    assert train(tmp_path / "run", *flags, model=folder) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_cuts_and_mirrors_lie_over_each_other(tmp_path: Path):
+    """The edit picture is twice as large and the negative of its sample, so that in every view it has to be again."""
+    from backend.training.cache import open_pixels
+    from backend.training.crops import cut
+    from backend.training.dataset import Item, measure
+    from backend.training.edits import open_shown, shown
+
+    picture = Image.radial_gradient("L").resize((200, 120)).rotate(20).convert("RGB")
+    picture.save(tmp_path / "a.png")
+    ImageOps.invert(picture).resize((400, 240), Image.Resampling.LANCZOS).save(tmp_path / "old.png")
+    (found,) = measure([tmp_path / "a.png"])
+    item = Item(found.path, ("",), found.width, found.height, found.digest, edits=measure([tmp_path / "old.png"]))
+    seen = set()
+    for size in ((48, 80), (64, 64)):
+        for flip in (False, True):
+            for place in range(3):
+                pixels = open_pixels(item, size, flip=flip, box=cut(item, size, place, zoom=2.0))
+                (one,) = shown(item, size, flip=flip, place=place, zoom=2.0)
+                opened = open_shown(one)
+                assert opened.size == one.size and one.size[0] * size[0] == one.size[1] * size[1]
+                seen.add((one.size, one.box, one.flip))
+                small = torch.tensor(list(opened.resize(size[::-1]).getdata()), dtype=torch.float32).view(*size, 3).permute(2, 0, 1)
+                assert float((small / 127.5 - 1 + pixels).abs().mean()) < 0.04
+    assert len(seen) == 12
