@@ -19,6 +19,8 @@ torch = pytest.importorskip("torch")
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from tests.tiny_models import make_qwen_edit
+
 pytestmark = pytest.mark.torch
 
 DIT = "Qwen/Qwen-Image:transformer/diffusion_pytorch_model*.safetensors"
@@ -143,7 +145,26 @@ def test_the_script_of_a_direct_distillation(typed, folder: Path):
     assert load_file(result(out))
 
 
-def test_the_script_of_an_edit_model_is_refused_by_name(folder: Path, run_training, capsys):
-    command = f"""{DATA} {ALL} {LORA} --data_file_keys "image,edit_image" --extra_inputs "edit_image" --output_path "./models/train/out" """
-    assert run_training.as_typed(shlex.split(command)) == 2
-    assert "cannot be trained with the input edit_image" in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["Qwen-Image-Edit", "Qwen-Image-Edit-2511"])
+def test_the_scripts_of_models_that_edit(typed, folder: Path, name: str):
+    """The transformer alone is of the model that edits; its processor is found where the documents' default is, as it comes from there."""
+    example, models = folder / "data" / "example_image_dataset", folder / "models" / "Qwen"
+    processor, old = models / "Qwen-Image-Edit", {"image": "0.png", "prompt": "turn it", "edit_image": "edit/old.png"}
+    made = make_qwen_edit(folder / "made", "edit-2511" if name.endswith("2511") else "edit")
+    shutil.copytree(made / "processor", processor / "processor")
+    shutil.copy(made / "model_index.json", processor)  # says how small tiny models want pictures
+    shutil.copytree(made / "transformer", models / name / "transformer")
+    (example / "edit").mkdir()
+    shutil.copy(example / "0.png", example / "edit" / "old.png")
+    (example / "metadata_edit.csv").write_text(",".join(old) + "\n" + ",".join(old.values()) + "\n")
+    table = "metadata_edit.csv"
+    if name.endswith("2511"):
+        table = "metadata_qwen_imgae_edit_multi.json"
+        (example / table).write_text(json.dumps([{**old, "edit_image": ["edit/old.png", "0.png"]}]))
+    what = LORA if name.endswith("2511") else '''--learning_rate 1e-5 --num_epochs 2 --remove_prefix_in_ckpt "pipe.dit." --trainable_models "dit"
+        --use_gradient_checkpointing --find_unused_parameters'''
+    data = DATA.replace("metadata.csv", table)
+    out = typed(f"""{data} --data_file_keys "image,edit_image" --extra_inputs "edit_image" --model_id_with_origin_paths "{DIT.replace("Qwen-Image", name)},{TEXT},{VAE}"
+        {what} --output_path "./models/train/out" {"--zero_cond_t" if name.endswith("2511") else ""}""")
+    started = next(event for event in _events(out) if event["event"] == "started")
+    assert started["model"] == name and load_file(result(out))

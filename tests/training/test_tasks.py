@@ -201,7 +201,7 @@ def test_columns_that_a_distillation_cannot_take_are_named(run_training, tmp_pat
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--extra_inputs", "edit_image"), "cannot be trained with the input edit_image"),
+        (("--extra_inputs", "controlnet_image"), "cannot be trained with the input controlnet_image"),
         (("--extra_inputs", "seed"), "which the task sft does not use"),
         (("--devices", "2"), "--multi_gpu --num_processes 2"),
         (("--customized_optimizer", "prodigy"), "pip install prodigyopt"),
