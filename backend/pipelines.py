@@ -11,10 +11,8 @@ pipe("a red apple", seed=0).save("image.png")
 
 from __future__ import annotations
 
-import inspect
-import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +22,7 @@ from PIL import Image
 
 from backend import families
 from backend.catalog import beside
-from backend.engine import diffsynth_words, faster, memory
+from backend.engine import api_values, diffsynth_words, faster, memory
 from backend.engine.model_config import ModelConfig, identify
 from backend.engine.pipeline import Pipeline
 from backend.engine.preview import Step
@@ -32,12 +30,10 @@ from backend.schema.knobs import from_values
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest, LoraReceipt
 
-GIB = 2**30
-
 
 class ImagePipeline:
     """A model of one family; `from_pretrained` makes it, calling it draws. Its parts are attributes (`dit`, `text_encoder`, `vae`,
-    `tokenizer`), None where they were not given. Called on this class itself, `from_pretrained` finds the family from the files."""
+    `tokenizer`, `processor`), None where they were not given. Called on this class itself, `from_pretrained` finds the family from the files."""
 
     family: ModuleType
 
@@ -53,6 +49,7 @@ class ImagePipeline:
         device: str | torch.device = "auto",
         model_configs: Iterable[ModelConfig] = (),
         tokenizer_config: ModelConfig | None = None,
+        processor_config: ModelConfig | None = None,
         vram_limit: float | None = None,
         compile: bool = False,
         fp8_products: bool = False,
@@ -60,20 +57,24 @@ class ImagePipeline:
     ) -> ImagePipeline:
         """Loads what `model_configs` name, in any order and any selection of parts.
 
-        `tokenizer_config` None: the tokenizer beside the parts, if there is one. `vram_limit`: GiB that weights may take on the
+        `tokenizer_config` None: the tokenizer beside the parts, if there is one; so `processor_config`, of models that edit pictures, whose
+        folder also has a tokenizer. `vram_limit`: GiB that weights may take on the
         computing device for the *preparing* state; None is no limit, 0 prepares nothing. `compile`: the transformer's repeated block, at its
         first step. `fp8_products`: the transformer is stored in FP8 and multiplies in FP8; faster and less exact.
         """
-        diffsynth_words.refuse(others, diffsynth_words.FROM_PRETRAINED, _words(cls.from_pretrained), what="from_pretrained")
+        diffsynth_words.refuse(others, {}, api_values.words_of(cls.from_pretrained), what="from_pretrained")
         faster.check(memory.check_device(str(device)), compile=compile, fp8_products=fp8_products)
         known = (cls.family,) if hasattr(cls, "family") else families.FAMILIES
-        _check_dtype(torch_dtype)
-        limit = _limit_bytes(vram_limit)
+        api_values.check_dtype(torch_dtype)
+        limit = api_values.limit_bytes(vram_limit)
         spec, configs = identify(model_configs, known, lambda family: _pipeline_of(family).__name__)
         if not hasattr(cls, "family"):
             cls = _pipeline_of(spec.family)
         if tokenizer_config is not None:
             spec = replace(spec, tokenizer=tokenizer_config.folder())
+        if processor_config is not None:
+            folder = processor_config.folder()
+            spec = replace(spec, processor=folder, tokenizer=spec.tokenizer or folder)
         made = cls(
             Pipeline(
                 spec, dtype=torch_dtype, device=device, configs=configs, vram_limit_bytes=limit, fp8_products=fp8_products
@@ -86,7 +87,7 @@ class ImagePipeline:
         family = type(self).family
         if name == "unet" and family.PARTS["dit"].folder == "unet":
             name = "dit"
-        if name == "tokenizer" or name in family.PARTS:
+        if name in ("tokenizer", "processor") or name in family.PARTS:
             return self.__dict__["pipeline"].parts.get(name) if "pipeline" in self.__dict__ else None
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
@@ -102,6 +103,7 @@ class ImagePipeline:
         cfg_scale: float | None = None,
         input_image: Image.Image | str | Path | None = None,
         denoising_strength: float = 1.0,
+        edit_image: Image.Image | str | Path | Sequence[Image.Image | str | Path] | None = None,
         height: int | None = None,
         width: int | None = None,
         seed: int | None = None,
@@ -117,12 +119,16 @@ class ImagePipeline:
     ) -> Image.Image:
         """One picture. What is None is the model's own default (for a seed: a random one).
 
-        `rand_device`: where noise is drawn; on the CPU a seed means the same picture on every device. `tile_size` and `tile_stride` are latent
+        `edit_image`: the picture that a Qwen-Image-Edit works from, from Edit-2509 on one or several; size and proportions are the (last)
+        picture's, at about a million pixels, where `height` and `width` are None. `rand_device`: where noise is drawn; on the CPU a seed means the same picture on every device. `tile_size` and `tile_stride` are latent
         cells (8 pixels), and count where `tiled`. `step_cache`: above 0, steps that change little reuse an earlier one; faster, less exact.
         """
-        diffsynth_words.refuse(others, diffsynth_words.CALL, _words(ImagePipeline.__call__), what="A picture")
+        if others.get("zero_cond_t") is True and getattr(getattr(self.dit, "config", None), "zero_cond_t", False):
+            del others["zero_cond_t"]  # as the model's own configuration says
+        diffsynth_words.refuse(others, diffsynth_words.CALL, api_values.words_of(ImagePipeline.__call__), what="A picture")
         asked = {"guidance": cfg_scale, "height": height, "width": width, "num_inference_steps": num_inference_steps}
-        values = {**self.defaults, **{name: value for name, value in asked.items() if value is not None}}
+        edited = api_values.pictures_of(edit_image)
+        values = {**self.defaults, **self._size_of(edited), **{name: value for name, value in asked.items() if value is not None}}
         values |= {
             "prompt": prompt,
             "negative_prompt": negative_prompt,
@@ -138,8 +144,17 @@ class ImagePipeline:
         source = input_image if isinstance(input_image, Image.Image) else None
         tiles = diffsynth_words.tiles(tile_size, tile_stride) if tiled and (tile_size or tile_stride) else tiled
         noise = None if str(rand_device) == "cpu" else self._noise(request, rand_device)
-        with _Progress(progress_bar_cmd, request.num_inference_steps, on_step) as step:
-            return next(self.pipeline.draw(request, source=source, on_step=step, tiled=tiles, noise=noise))
+        with api_values.Progress(progress_bar_cmd, request.num_inference_steps, on_step) as step:
+            return next(self.pipeline.draw(request, source=source, edited=edited, on_step=step, tiled=tiles, noise=noise))
+
+    def _size_of(self, edited: Sequence[Image.Image]) -> dict[str, int]:
+        """Width and height of what is made of pictures to edit; nothing where there are none."""
+        processor = self.pipeline.parts.get("processor")
+        if not edited or processor is None:
+            return {}
+        sizes, variant = [one.size for one in edited], self.pipeline.spec.variant
+        width, height = self.family.edited_size(sizes, variant, processor.reference_pixels)
+        return {"width": width, "height": height}
 
     def _noise(self, request: GenerationRequest, device: str | torch.device) -> torch.Tensor:
         device = memory.check_device(str(device))
@@ -216,23 +231,6 @@ class ImagePipeline:
         )
 
 
-def _limit_bytes(gib: float | None) -> int | None:
-    """`vram_limit` in bytes. Raises Trouble for what is no amount."""
-    if gib is None:
-        return None
-    if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 <= gib < math.inf:
-        hint = "Give GiB as a number such as 8; None is no limit, 0 keeps nothing ready on the card."
-        raise Trouble("bad_value", f"vram_limit is {gib!r}, which is no amount of memory.", hint=hint)
-    return int(gib * GIB)
-
-
-def _check_dtype(dtype: object) -> None:
-    """Raises Trouble for what a network cannot compute in. None, as in older scripts, is what the engine takes by itself."""
-    if dtype is not None and dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        hint = "Use torch.bfloat16, torch.float16 or torch.float32; storing in FP8 is ModelConfig's (preparing_dtype)."
-        raise Trouble("bad_value", f"torch_dtype is {dtype!r}, which a model does not compute in.", hint=hint)
-
-
 class QwenImagePipeline(ImagePipeline):
     """Qwen-Image and models of its architecture."""
 
@@ -283,30 +281,3 @@ class StableDiffusion3Pipeline(ImagePipeline):
 
 def _pipeline_of(family: str) -> type[ImagePipeline]:
     return next(kind for kind in ImagePipeline.__subclasses__() if family == kind.family.NAME)
-
-
-def _words(function: Callable) -> list[str]:
-    """The settings that a function takes, by name."""
-    named = inspect.signature(function).parameters.values()
-    return [one.name for one in named if one.kind is one.POSITIONAL_OR_KEYWORD and one.name not in ("self", "cls")]
-
-
-class _Progress:
-    """Calls `bar` (as tqdm is called) and `on_step` after every step."""
-
-    def __init__(self, bar, steps: int, on_step):
-        self.on_step, self.bar = on_step, None if bar is None else iter(bar(range(steps)))
-
-    def __enter__(self):
-        if self.bar is not None:
-            next(self.bar, None)
-        return self.step if self.bar is not None or self.on_step else None
-
-    def step(self, step: Step) -> None:
-        if self.bar is not None:
-            next(self.bar, None)
-        if self.on_step:
-            self.on_step(step)
-
-    def __exit__(self, *_):
-        return False

@@ -119,3 +119,18 @@ def tiny_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny_models import make_qwen_image
 
     return make_qwen_image(tmp_path_factory.mktemp("models") / "tiny_qwen")
+
+
+@pytest.fixture(scope="session")
+def tiny_edit(tmp_path_factory: pytest.TempPathFactory):
+    """tiny_edit(variant) -> the folder of a tiny Qwen-Image-Edit of random weights: "edit", "edit-2509" or "edit-2511"."""
+    from tests.tiny_models import make_qwen_edit
+
+    made: dict[str, Path] = {}
+
+    def folder(variant: str) -> Path:
+        if variant not in made:
+            made[variant] = make_qwen_edit(tmp_path_factory.mktemp("models") / f"tiny_{variant}", variant)
+        return made[variant]
+
+    return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -218,6 +219,8 @@ def test_a_lora_of_the_text_encoder_changes_what_a_prompt_means_and_leaves(tiny_
 
 
 def test_words_of_diffsynth_scripts_work_or_say_what_to_do(tiny_qwen, monkeypatch):
+    from PIL import Image
+
     from backend.pipelines import ModelConfig, QwenImagePipeline
 
     pipe = load(tiny_qwen)
@@ -228,7 +231,11 @@ def test_words_of_diffsynth_scripts_work_or_say_what_to_do(tiny_qwen, monkeypatc
     tiled = values(pipe("a cat", tiled=True, tile_size=6, tile_stride=4, **asked))
     assert 0 < abs(tiled - plain).mean() < 25  # of random weights, whose tiles show
     for word, sentence in (
-        ({"edit_image": "a picture"}, "edit_image is not supported"),
+        ({"edit_image": "a picture"}, "no picture a picture"),
+        ({"edit_image": Image.new("RGB", (8, 8))}, "draws from words alone"),
+        ({"edit_image": [3]}, "3 is no picture"),
+        ({"edit_image_auto_resize": False}, "about a million pixels"),
+        ({"zero_cond_t": True}, "config.json"),
         ({"exponential_shift_mu": 1.0}, "scheduler_config.json"),
         ({"tiled": True, "tile_size": 8, "tile_stride": 9}, "tile_stride is 9"),
         ({"num_inference_step": 3}, "Did you mean num_inference_steps"),
@@ -239,8 +246,8 @@ def test_words_of_diffsynth_scripts_work_or_say_what_to_do(tiny_qwen, monkeypatc
             pipe("a cat", **word)
     with pytest.raises(Trouble, match="vram_limit"):
         pipe.enable_vram_management()
-    with pytest.raises(Trouble, match="processor_config"):
-        QwenImagePipeline.from_pretrained(device="cpu", model_configs=[], processor_config=ModelConfig(path="x"))
+    with pytest.raises(Trouble, match=r"no setting 'procesor_config'.*Did you mean processor_config"):
+        QwenImagePipeline.from_pretrained(device="cpu", model_configs=[], procesor_config=ModelConfig(path="x"))
     assert pipe.enable_lora_hot_loading(pipe.dit) is pipe.dit
     with monkeypatch.context() as patch:
         patch.setattr("backend.engine.compiled.BACKEND", "eager")  # which needs no compiler
@@ -315,3 +322,37 @@ def test_importing_it_is_light():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, timeout=400)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+EDITS = """
+pipe = QwenImagePipeline.from_pretrained(
+    torch_dtype=torch.float32,
+    device="cpu",
+    model_configs=[
+        ModelConfig(model_id="Qwen/Qwen-Image-Edit-2511", origin_file_pattern="transformer/diffusion_pytorch_model*.safetensors"),
+        ModelConfig(model_id="Qwen/Qwen-Image", origin_file_pattern="text_encoder/model*.safetensors"),
+        ModelConfig(model_id="Qwen/Qwen-Image", origin_file_pattern="vae/diffusion_pytorch_model.safetensors"),
+    ],
+    processor_config=ModelConfig(model_id="Qwen/Qwen-Image-Edit", origin_file_pattern="processor/"),
+)
+drawn = pipe("a girl", seed=0, num_inference_steps=1, height=48, width=64)
+edited = pipe("both of them", edit_image=[drawn, Image.new("RGBA", (60, 120))], seed=1, num_inference_steps=1,
+    edit_image_auto_resize=True, zero_cond_t=True)
+"""
+
+
+def test_a_diffsynth_script_that_edits_runs_and_the_size_follows_the_last_picture(tiny_edit, data):
+    import torch
+    from PIL import Image
+
+    from backend.pipelines import ModelConfig, QwenImagePipeline
+
+    parts = {"transformer": "-Edit-2511", "text_encoder": "", "vae": "", "processor": "-Edit"}
+    for part, name in parts.items():
+        shutil.copytree(tiny_edit("edit-2509") / part, data.models / "Qwen" / f"Qwen-Image{name}" / part)
+    shutil.copy(tiny_edit("edit-2509") / "model_index.json", data.models / "Qwen" / "Qwen-Image-Edit")  # says how large references are
+    names = {"QwenImagePipeline": QwenImagePipeline, "ModelConfig": ModelConfig, "torch": torch, "Image": Image}
+    exec(EDITS, names)
+    pipe = names["pipe"]
+    assert pipe.pipeline.spec.variant == "edit-2511" and pipe.dit.zero_cond_t and pipe.vision is not None
+    assert names["drawn"].size == (64, 48) and names["edited"].size == (32, 96)

@@ -55,6 +55,7 @@ def make_qwen_edit(folder: Path, variant: str = "edit", *, seed: int = 0) -> Pat
     index = json.loads((folder / "model_index.json").read_text())
     index |= {"_class_name": EDIT_CLASSES[variant], "processor": ["transformers", "Qwen2VLProcessor"]}
     index["_reference_pixels"] = 64 * 64
+    del index["_sizes"]
     (folder / "model_index.json").write_text(json.dumps(index))
     if variant == "edit-2511":
         config = folder / "transformer" / "config.json"

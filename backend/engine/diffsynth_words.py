@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from backend.schema.messages import Trouble
 
-_NOT_YET = "Pictures are drawn from text and from input_image; {} is not supported."
+_NOT_YET = "Pictures are drawn from text, input_image and edit_image; {} is not supported."
 CALL = {  # word -> (values that ask for nothing, sentence)
     "inpaint_mask": ((None,), _NOT_YET),
     "inpaint_blur_size": ((None,), _NOT_YET),
@@ -23,8 +23,10 @@ CALL = {  # word -> (values that ask for nothing, sentence)
     "eligen_entity_prompts": ((None,), _NOT_YET),
     "eligen_entity_masks": ((None,), _NOT_YET),
     "eligen_enable_on_negative": ((False,), _NOT_YET),
-    "edit_image": ((None,), _NOT_YET),
-    "edit_image_auto_resize": ((True, False), _NOT_YET),
+    "edit_image_auto_resize": (
+        (True,),
+        "{} is on: the model is given pictures of about a million pixels, as those it was trained with.",
+    ),
     "edit_rope_interpolation": ((False,), _NOT_YET),
     "zero_cond_t": ((False,), "{} is read from the model's config.json."),
     "kv_cache": ((None,), "{} is not supported; step_cache reuses steps."),
@@ -33,7 +35,6 @@ CALL = {  # word -> (values that ask for nothing, sentence)
     "layer_num": ((None,), _NOT_YET),
     "context_image": ((None,), _NOT_YET),
 }
-FROM_PRETRAINED = {"processor_config": ((None,), "{} belongs to models that edit pictures, which draw nothing here yet.")}
 COMPILE = {
     "mode": (("default", None), "{} is torch's default here: other modes keep addresses of weights, which move while they are streamed."),
     "dynamic": ((True, None), "{} is on: one graph serves all sizes."),

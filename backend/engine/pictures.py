@@ -21,14 +21,14 @@ def open_picture(path: str | Path) -> Image.Image:
                 raise Trouble(
                     "bad_picture", f"{Path(path).name} has {picture.width} x {picture.height} pixels, too many."
                 )
-            return _on_white(ImageOps.exif_transpose(picture))
+            return on_white(ImageOps.exif_transpose(picture))
     except FileNotFoundError:
         raise Trouble("missing_file", f"There is no picture {path}.", hint="Choose it again.") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise Trouble("bad_picture", f"{Path(path).name} is not a picture that can be read: {error}.") from None
 
 
-def _on_white(picture: Image.Image) -> Image.Image:
+def on_white(picture: Image.Image) -> Image.Image:
     """In RGB; what is see-through shows white, as on the page, and not the colour that happens to lie beneath."""
     if not picture.has_transparency_data:
         return picture.convert("RGB")
@@ -38,7 +38,7 @@ def _on_white(picture: Image.Image) -> Image.Image:
 
 def to_pixels(picture: Image.Image, width: int, height: int) -> torch.Tensor:
     """(1, 3, height, width) in [-1, 1]: the largest middle part with the wanted proportions, resized with Lanczos."""
-    picture = _on_white(picture)
+    picture = on_white(picture)
     if picture.size != (width, height):
         picture = ImageOps.fit(picture, (width, height), Image.Resampling.LANCZOS)
     values = torch.from_numpy(numpy.array(picture, dtype=numpy.float32) / 255.0)

@@ -20,7 +20,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Placing:
-    """How the weights of the loaded model are placed, for pictures of up to so many pixels."""
+    """How the weights of the loaded model are placed, for pictures of up to so many pixels, made of up to so many others."""
 
     configs: dict[str, VramConfig] = field(default_factory=dict)
     vram_limit_bytes: int | None = None
@@ -30,6 +30,7 @@ class Placing:
     plan: VramPlan | None = None
     notes: tuple[str, ...] = ()
     pixels: int = 0
+    num_edited: int = 1
 
     @classmethod
     def of(cls, plan: VramPlan, request: GenerationRequest) -> Placing:
@@ -42,6 +43,7 @@ class Placing:
             plan=plan,
             notes=(*(step.sentence for step in plan.steps if step.lossy), *([plan.advice] if plan.advice else [])),
             pixels=request.width * request.height,
+            num_edited=max(1, len(request.edit_images)),
         )
 
     @property
@@ -50,8 +52,8 @@ class Placing:
         return self.configs, self.vram_limit_bytes, self.tiled_vae, self.halves_apart, self.resident_blocks
 
     def covers(self, request: GenerationRequest) -> bool:
-        """Whether a request fits into what was planned: not larger than what the plan was made for."""
-        return request.width * request.height <= self.pixels
+        """Whether a request fits into what was planned: not larger than what the plan was made for, and of no more pictures."""
+        return request.width * request.height <= self.pixels and len(request.edit_images) <= self.num_edited
 
 
 def plan_for(spec: ModelSpec, card: Card, request: GenerationRequest, preferences: Preferences) -> VramPlan:

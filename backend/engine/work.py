@@ -13,7 +13,7 @@ from backend import families
 from backend.catalog import beside, download, learnt
 from backend.catalog.identify import identify_model
 from backend.catalog.spec import ModelSpec
-from backend.engine import Cancelled, faster, light, limits, live, memory, planning, shortage
+from backend.engine import Cancelled, editing, faster, light, limits, live, memory, planning, shortage
 from backend.engine.pipeline import Pipeline
 from backend.engine.png import Previews, free_path, save_png
 from backend.engine.preview import Step
@@ -87,7 +87,7 @@ class Work:
     def generate(self, id: str, values: dict) -> None:
         request = asked(values)
         folder = Path(values.get("folder") or places().outputs)
-        pipeline = self._ensure(id, request)
+        pipeline = self._ensure(id, request, draws=True)
         began = time.monotonic()
         receipts = pipeline.use_loras(request.loras)
         pipeline.notes.clear()
@@ -95,7 +95,7 @@ class Work:
         predicted = planning.predicted_bytes(pipeline.spec, card, request, self._placing)
         paths: list[Path] = []
         last = time.monotonic()
-        kind = (learnt.kind_of(request), request.loras, bool(request.input_image))
+        kind = (learnt.kind_of(request), request.loras, bool(request.input_image), request.edit_images)
         with live.measuring(pipeline, known_bytes=self._peaks.get(kind, 0), looks=not request.compile) as peak:
             for number, picture in enumerate(
                 pipeline.draw(request, on_step=self._watcher(id, peak), should_stop=lambda: self.wire.should_stop(id))
@@ -213,14 +213,17 @@ class Work:
         card = memory.probe(self.device, reserve_bytes=None if self.device.type == "cpu" else reserve)
         return planning.plan_for(spec, card, request, self.preferences)
 
-    def _ensure(self, id: str, request: GenerationRequest) -> Pipeline:
-        """The pipeline of the request's model, loaded anew only where model, files, preferences or placement ask for it."""
+    def _ensure(self, id: str, request: GenerationRequest, *, draws: bool = False) -> Pipeline:
+        """The pipeline of the request's model, loaded anew only where model, files, preferences or placement ask for it. `draws`: the
+        request is drawn next, and what its model cannot do is said before it is loaded."""
         self.preferences = download.preferences()
         if memory.check_device(self.preferences.device) != self.device:
             self._close()
             self.device = memory.check_device(self.preferences.device)
         spec = self._spec(request)
-        beside.check_size(spec, families.by_name(spec.family), width=request.width, height=request.height)
+        family = families.by_name(spec.family)
+        beside.check_size(spec, family, width=request.width, height=request.height)
+        editing.check(spec, family, len(request.edit_images), must=draws)
         faster.check(self.device, compile=request.compile, fp8_products=request.fp8_products)
         key = (request.model, stamp(spec), self.preferences, request.fp8_products)
         if self.pipeline is not None and key != self._loaded_from:

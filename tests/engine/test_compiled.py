@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy
 import pytest
 import torch
+from PIL import Image
 
 from backend import families
 from backend.catalog.identify import identify_model
@@ -88,6 +89,13 @@ def test_a_hot_lora_is_compiled_once_and_its_strength_rank_and_absence_never(dee
     assert both(pipeline) == [plain, plain]
     pipeline.add_lora("dit", path, hot=False)
     assert same(pipeline) and len(graphs) == known
+
+
+def test_references_of_an_edited_picture_go_through_the_graph(tiny_edit, graphs, tmp_path):
+    Image.linear_gradient("L").convert("RGB").save(tmp_path / "a.png")
+    pipeline, known = load(tiny_edit("edit-2509")), len(graphs)
+    assert same(pipeline, edit_images=(str(tmp_path / "a.png"),)) and len(graphs) == known
+    assert same(pipeline, edit_images=(str(tmp_path / "a.png"),) * 2) and len(graphs) == known
 
 
 @pytest.mark.parametrize("storage", ["float32", FP8])

@@ -7,6 +7,8 @@ with (https://github.com/huggingface/diffusers/issues/14194): here the text enco
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy
 import pytest
 import torch
@@ -19,24 +21,13 @@ from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from backend import families
 from backend.catalog.identify import identify_model
 from backend.engine.load import load_part
+from backend.engine.pipeline import Pipeline
 from backend.families import _qwen_pictures, qwen_image
-from tests.tiny_models import make_qwen_edit
+from backend.schema.request import GenerationRequest
+from backend.schema.vram import VramConfig
 
 pytestmark = pytest.mark.torch
 PIXELS = 64 * 64  # the area of references of the tiny models
-
-
-@pytest.fixture(scope="session")
-def edits(tmp_path_factory):
-    """edits(variant) -> the folder of a tiny model of it."""
-    made = {}
-
-    def folder(variant: str):
-        if variant not in made:
-            made[variant] = make_qwen_edit(tmp_path_factory.mktemp("edit") / variant, variant)
-        return made[variant]
-
-    return folder
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -79,16 +70,80 @@ PICTURES = {
 
 
 @pytest.mark.parametrize("variant", PICTURES)
-def test_prompts_with_pictures_are_encoded_as_by_diffusers(variant, edits, monkeypatch):
-    pipe, pictures = theirs(variant, edits(variant), monkeypatch), PICTURES[variant]
+def test_prompts_with_pictures_are_encoded_as_by_diffusers(variant, tiny_edit, monkeypatch):
+    pipe, pictures = theirs(variant, tiny_edit(variant), monkeypatch), PICTURES[variant]
     prompt = "make the ball red"
     seen = [one.resize(_qwen_pictures.size_within(one.size, PIXELS), Image.Resampling.LANCZOS) for one in pictures]
     with torch.no_grad():
         other = pipe.encode_prompt(prompt, seen, device="cpu")[0][0]
-        parts = parts_of(edits(variant))
+        parts = parts_of(tiny_edit(variant))
         alone = qwen_image.encode_text(parts, [prompt], pictures=[pictures])[0]["embeds"]
         torch.testing.assert_close(alone, other, rtol=1e-5, atol=1e-5)
-        assert (alone - qwen_image.encode_text(parts, [prompt], pictures=[[picture(90, 70, 7)] * len(pictures)])[0]["embeds"][: len(alone)]).abs().max() > 1e-3
+        others = tuple(picture(*one.size, seed=7) for one in pictures)
+        assert (alone - qwen_image.encode_text(parts, [prompt], pictures=[others])[0]["embeds"]).abs().max() > 1e-3
         many = qwen_image.encode_text(parts, ["a much longer prompt, of an owl and of a ball", prompt, "a cat"], pictures=[None, pictures, ()])
     torch.testing.assert_close(many[1]["embeds"], alone, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(many[2]["embeds"], qwen_image.encode_text(parts, ["a cat"])[0]["embeds"], rtol=1e-4, atol=1e-5)
+
+
+def latents_of(pipeline: Pipeline, request: GenerationRequest, monkeypatch) -> torch.Tensor:
+    """What `request`'s picture is decoded from."""
+    kept = []
+    monkeypatch.setattr(pipeline, "decode", lambda latents, **_: kept.append(latents))
+    pipeline.generate(request)
+    return kept[0]
+
+
+def saved(pictures, folder) -> tuple[str, ...]:
+    for number, one in enumerate(pictures):
+        one.save(folder / f"{number}.png")
+    return tuple(str(folder / f"{number}.png") for number in range(len(pictures)))
+
+
+def loft(folder, **options) -> Pipeline:
+    return Pipeline(identify_model(folder, families.FAMILIES), dtype=torch.float32, device="cpu", **options)
+
+
+ASKED = GenerationRequest(
+    prompt="make the ball red", negative_prompt="blurry", width=48, height=64, num_inference_steps=3, guidance=4.0, seed=11
+)
+DISK = VramConfig(None, "disk", None, "disk", "float32", "cpu", "float32", "cpu")
+CODES = VramConfig(*("float8_e4m3fn", "cpu") * 3, "float32", "cpu")
+
+
+@pytest.mark.parametrize("variant", PICTURES)
+def test_edited_latents_are_those_of_diffusers_however_weights_lie(variant, tiny_edit, tmp_path, monkeypatch):
+    pictures, folder = PICTURES[variant], tiny_edit(variant)
+    request = replace(ASKED, edit_images=saved(pictures, tmp_path))
+    other = theirs(variant, folder, monkeypatch)(
+        list(pictures) if variant != "edit" else pictures[0],
+        request.prompt,
+        negative_prompt=request.negative_prompt,
+        true_cfg_scale=request.guidance,
+        width=request.width,
+        height=request.height,
+        num_inference_steps=request.num_inference_steps,
+        generator=torch.Generator().manual_seed(request.seed),
+        output_type="latent",
+    ).images
+    plain = loft(folder)
+    assert set(plain.parts) == {"dit", "text_encoder", "vision", "vae", "tokenizer", "processor"}
+    mine = latents_of(plain, request, monkeypatch)
+    torch.testing.assert_close(qwen_image.pack(mine), other, rtol=1e-4, atol=1e-4)
+    plain.together = False
+    torch.testing.assert_close(latents_of(plain, request, monkeypatch), mine, rtol=1e-4, atol=1e-4)
+    streamed = loft(folder, configs=dict.fromkeys(plain.spec.parts, DISK), vram_limit_bytes=0)
+    torch.testing.assert_close(latents_of(streamed, request, monkeypatch), mine, rtol=1e-4, atol=1e-4)
+    streamed.close()
+    rounded = latents_of(loft(folder, configs=dict.fromkeys(plain.spec.parts, CODES)), request, monkeypatch)
+    assert 0 < (rounded - mine).std() < 0.2 * mine.std()
+
+
+def test_sizes_are_those_of_diffusers():
+    for width, height in ((1, 1), (640, 480), (333, 1001), (5000, 60), (1920, 1080), (1024, 1024), (97, 89)):
+        for pixels in (_qwen_pictures.REFERENCE_PIXELS, _qwen_pictures.SEEN_PIXELS):
+            ours = _qwen_pictures.size_within((width, height), pixels)
+            assert ours == pipeline_qwenimage_edit_plus.calculate_dimensions(pixels, width / height)
+            assert ours == pipeline_qwenimage_edit.calculate_dimensions(pixels, width / height)[:2]
+    assert _qwen_pictures.SEEN_PIXELS == pipeline_qwenimage_edit_plus.CONDITION_IMAGE_SIZE
+    assert _qwen_pictures.REFERENCE_PIXELS == pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE

@@ -1,0 +1,75 @@
+"""What the Python API is given: checked, and turned into what the engine takes."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from backend.engine import pictures
+from backend.engine.preview import Step
+from backend.schema.messages import Trouble
+
+GIB = 2**30
+
+
+def limit_bytes(gib: float | None) -> int | None:
+    """`vram_limit` in bytes. Raises Trouble for what is no amount."""
+    if gib is None:
+        return None
+    if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 <= gib < math.inf:
+        hint = "Give GiB as a number such as 8; None is no limit, 0 keeps nothing ready on the card."
+        raise Trouble("bad_value", f"vram_limit is {gib!r}, which is no amount of memory.", hint=hint)
+    return int(gib * GIB)
+
+
+def check_dtype(dtype: object) -> None:
+    """Raises Trouble for what a network cannot compute in. None, as in older scripts, is what the engine takes by itself."""
+    if dtype is not None and dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        hint = "Use torch.bfloat16, torch.float16 or torch.float32; storing in FP8 is ModelConfig's (preparing_dtype)."
+        raise Trouble("bad_value", f"torch_dtype is {dtype!r}, which a model does not compute in.", hint=hint)
+
+
+def pictures_of(given: Image.Image | str | Path | Sequence[Image.Image | str | Path] | None) -> tuple[Image.Image, ...]:
+    """One picture, several, or none (PIL pictures or files), in RGB. Raises Trouble for what is no picture."""
+    some = given if isinstance(given, list | tuple) else [] if given is None else [given]
+    return tuple(_picture_of(one) for one in some)
+
+
+def _picture_of(given: object) -> Image.Image:
+    if isinstance(given, Image.Image):
+        return pictures.on_white(given)
+    if isinstance(given, str | Path):
+        return pictures.open_picture(given)
+    raise Trouble("bad_value", f"{given!r:.80} is no picture.", hint="Give a PIL picture or a file's path.")
+
+
+def words_of(function: Callable) -> list[str]:
+    """The settings that a function takes, by name."""
+    named = inspect.signature(function).parameters.values()
+    return [one.name for one in named if one.kind is one.POSITIONAL_OR_KEYWORD and one.name not in ("self", "cls")]
+
+
+class Progress:
+    """Calls `bar` (as tqdm is called) and `on_step` after every step."""
+
+    def __init__(self, bar, steps: int, on_step: Callable[[Step], None] | None):
+        self.on_step, self.bar = on_step, None if bar is None else iter(bar(range(steps)))
+
+    def __enter__(self):
+        if self.bar is not None:
+            next(self.bar, None)
+        return self.step if self.bar is not None or self.on_step else None
+
+    def step(self, step: Step) -> None:
+        if self.bar is not None:
+            next(self.bar, None)
+        if self.on_step:
+            self.on_step(step)
+
+    def __exit__(self, *_):
+        return False
