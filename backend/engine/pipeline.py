@@ -152,36 +152,40 @@ class Pipeline:
                 generator.set_state(drawn)
             with self.using("vae"):
                 pixels = pictures.to_pixels(picture, width, height).to(self.device, self.dtype)
-                tiled = self._tiled("encode", width * height, None)
+                tiled = self.is_tiled("encode", (height // 8) * (width // 8), None)
                 return self.family.encode_image(self.parts, pixels, generator=generator, tiled=bool(tiled)).to(self.dtype)
 
-        own = [] if self._tiled("encode", width * height, None) else [rungs.tiles(self, "encode", width * height)]
-        return rungs.again(self, "vae", work, when="the input picture was encoded", own=own)
+        return rungs.again(self, "vae", work, when="the input picture was encoded", own=rungs.tiling(self, "encode", height // 8, width // 8))
 
     @torch.no_grad()
     def encode_references(self, edited: Sequence[Image.Image]) -> tuple[torch.Tensor, ...]:
         """Normalised latents (C, h, w) of each picture to edit."""
-        with self.using("vae", "processor"):
-            return tuple(one.to(self.dtype) for one in self.family.encode_references(self.parts, edited))
+        cells = round(self.parts["processor"].reference_pixels ** 0.5) // 8
+
+        def work() -> tuple[torch.Tensor, ...]:
+            with self.using("vae", "processor"):
+                tiled = bool(self.is_tiled("encode", cells * cells, None))
+                return tuple(one.to(self.dtype) for one in self.family.encode_references(self.parts, edited, tiled=tiled))
+
+        return rungs.again(self, "vae", work, when="the pictures to edit were encoded", own=rungs.tiling(self, "encode", cells, cells))
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor, *, tiled: bool | tuple[int, int] | None = None) -> Image.Image:
         """The picture of latents (1, C, h, w); in tiles where asked, or where memory runs out without."""
-        size = latents.shape[-2] * latents.shape[-1]
+        height, width = latents.shape[-2:]
 
         def work() -> Image.Image:
             with self.using("vae"):
-                pixels = self.family.decode(self.parts, latents.to(self.dtype), tiled=self._tiled("decode", size, tiled))
+                pixels = self.family.decode(self.parts, latents.to(self.dtype), tiled=self.is_tiled("decode", height * width, tiled))
                 picture = pictures.to_picture(pixels[0])
                 self._preview.learn(latents, pixels)
                 return picture
 
-        own = [] if self._tiled("decode", size, tiled) else [rungs.tiles(self, "decode", size)]
-        return rungs.again(self, "vae", work, when="the picture was decoded", own=own)
+        return rungs.again(self, "vae", work, when="the picture was decoded", own=rungs.tiling(self, "decode", height, width, tiled))
 
-    def _tiled(self, phase: str, size: int, asked: bool | tuple[int, int] | None) -> bool | tuple[int, int]:
-        """Whether, or how, a picture of `size` goes through the autoencoder in tiles."""
-        if not asked and size >= self.lower.tiles.get(phase, size + 1):
+    def is_tiled(self, phase: str, cells: int, asked: bool | tuple[int, int] | None) -> bool | tuple[int, int]:
+        """Whether, or how, a picture of so many cells goes through the autoencoder in tiles."""
+        if not asked and cells >= self.lower.tiles.get(phase, cells + 1):
             return True
         return (self.tiled_vae and phase == "decode") if asked is None else asked
 

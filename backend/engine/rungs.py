@@ -36,7 +36,7 @@ class Lower:
 
     allow_fp8: bool = False
     taken: set[tuple[str, str]] = field(default_factory=set)  # part, rung
-    tiles: dict[str, int] = field(default_factory=dict)  # "decode", "encode" -> pixels from which on it is done in tiles
+    tiles: dict[str, int] = field(default_factory=dict)  # "decode", "encode" -> latent cells from which on it is done in tiles
     moved: set[str] = field(default_factory=set)  # parts that lie elsewhere than they were loaded for
     eighth: set[str] = field(default_factory=set)  # parts stored in FP8
     news: list[str] = field(default_factory=list)  # sentences for the next receipt
@@ -133,10 +133,17 @@ def halves(pipeline) -> Rung:
     return Rung("halves", words, "A larger reserve in the preferences has it so from the start.", lambda: setattr(pipeline, "together", False))
 
 
-def tiles(pipeline, phase: str, pixels: int) -> Rung:
-    """The autoencoder in pieces, from now on for pictures of `pixels` and more."""
+def tiling(pipeline, phase: str, height: int, width: int, asked: bool | tuple[int, int] | None = None) -> list[Rung]:
+    """`tiles` for a picture of so many latent cells that is larger than a tile and does not go in tiles yet."""
+    if max(height, width) <= pipeline.family.TILES[0] or pipeline.is_tiled(phase, height * width, asked):
+        return []
+    return [tiles(pipeline, phase, height * width)]
+
+
+def tiles(pipeline, phase: str, cells: int) -> Rung:
+    """The autoencoder in pieces, from now on for pictures of so many latent cells and more."""
     hint = "tiled=True, a smaller picture or a larger reserve in the preferences has it so from the start."
-    return Rung(f"tiles, {phase}, {pixels}", "it was done again in tiles", hint, lambda: pipeline.lower.tiles.update({phase: pixels}))
+    return Rung(f"tiles, {phase}, {cells}", "it was done again in tiles", hint, lambda: pipeline.lower.tiles.update({phase: cells}))
 
 
 def _put_away(pipeline, name: str) -> None:

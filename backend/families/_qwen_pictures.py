@@ -64,9 +64,10 @@ def edited_size(pictures: list[tuple[int, int]], variant: str, pixels: int = REF
     return size_within(pictures[0] if variant == "edit" else pictures[-1], pixels)
 
 
-def encode_references(parts: dict, pictures) -> tuple:
+def encode_references(parts: dict, pictures, *, tiled: bool = False) -> tuple:
     """Normalised latents (C, h_i, w_i) of each of `pictures` (PIL), which are resized to an area of about a million pixels whatever size is
-    drawn. Needs `vae` and `processor`. What `collate` takes as an encoding's "references". Differentiable."""
+    drawn. Needs `vae` and `processor`. What `collate` takes as an encoding's "references". Differentiable. `tiled`: in pieces,
+    for less memory."""
     import torch
 
     from backend.families._qwen_vae import encode_image
@@ -75,7 +76,7 @@ def encode_references(parts: dict, pictures) -> tuple:
     found = []
     for picture in pictures:
         values = torch.from_numpy(_values(_resized(picture, parts["processor"].reference_pixels))).to(like.device)
-        found.append(encode_image(parts, values.permute(2, 0, 1)[None].to(like.dtype))[0])
+        found.append(encode_image(parts, values.permute(2, 0, 1)[None].to(like.dtype), tiled=tiled)[0])
     return tuple(found)
 
 

@@ -1,0 +1,43 @@
+"""Memory of a known size: what operations and placements make on the CPU is counted, and what goes beyond the limit raises as on a card."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from backend.engine import live, residence, staging, stream
+
+
+class SmallCard(live._Seen):
+    """`now` bytes are alive, `highest` was the most; more than `most_bytes` is out of memory. Views of mapped files count nothing."""
+
+    def __init__(self, most_bytes: float = float("inf")):
+        super().__init__(torch.device("cpu"))
+        self.most_bytes, self.num_refused = most_bytes, 0
+
+    def _made(self, storage: torch.UntypedStorage) -> None:
+        if self.now + storage.nbytes() > self.most_bytes:
+            self.num_refused += 1
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {storage.nbytes()} bytes")
+        super()._made(storage)
+
+    def allocate(self, nbytes: int, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
+        buffer = stream.allocate(nbytes, device)
+        if buffer.untyped_storage().nbytes():
+            self._made(buffer.untyped_storage())
+        return buffer
+
+
+@contextlib.contextmanager
+def small_card(monkeypatch, most_bytes: float = float("inf")) -> Iterator[SmallCard]:
+    card = SmallCard(most_bytes)
+    with monkeypatch.context() as patched:
+        patched.setattr(residence, "allocate", card.allocate)
+        patched.setattr(staging, "allocate", card.allocate)
+        card.watch()
+        try:
+            yield card
+        finally:
+            card.rest()
