@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from backend.catalog.edits import edits
 from backend.schema.messages import Trouble
 from backend.training.base import Base, part_digest
 from backend.training.batches import size_of
@@ -24,7 +25,7 @@ Told = tuple[str, tuple[str, ...]]  # a prompt, and the keys of the pictures tha
 
 def is_editing(base: Base) -> bool:
     """Whether the model makes pictures of pictures."""
-    return base.spec.variant in getattr(base.family, "EDITING", ())
+    return edits(base.spec, base.family)
 
 
 def add_references(source: Source, base: Base, load: Parts, wishes: Wishes) -> set[int]:

@@ -97,7 +97,7 @@ def read_dataset(section, *, trigger: str = "", index: Path | None = None, edits
         elif edits:
             raise Trouble(
                 "no_edit_image", f"Nothing says which pictures those in {base} are edited from.",
-                hint="Give a metadata file with the columns image, prompt and edit_image (--dataset_metadata_path).",
+                hint=f"Give a metadata file with the columns image, prompt and edit_image (--dataset_metadata_path){_tables_in(base)}.",
             )  # fmt: skip
         else:
             found = _from_folder(base, notes)
@@ -169,6 +169,12 @@ def _listing(base: Path) -> tuple[list[Path], set[str]]:
             elif suffix in SUFFIXES and not name.startswith(".") and not name.endswith(MASK_SUFFIX):
                 pictures.append(Path(folder, name))
     return sorted(pictures), texts
+
+
+def _tables_in(base: Path) -> str:
+    """Words about files in a dataset's folder that may be what is looked for."""
+    found = sorted(path.name for path in base.iterdir() if path.suffix.lower() in (".csv", ".json", ".jsonl") and path.name != "loft.json")
+    return f"; there is {' and '.join(found[:3])}" if found else ""
 
 
 def _from_metadata(path: Path, base: Path, section, notes: list[str], *, edits: bool) -> Iterator[Item]:

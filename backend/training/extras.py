@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterable
 from types import ModuleType
 
+from backend.catalog.edits import edits
+from backend.catalog.spec import ModelSpec
 from backend.schema.messages import Trouble
 
 EDIT = "edit_image"  # the column of pictures that a sample is edited from
@@ -16,9 +18,9 @@ def listed(text: str | None) -> tuple[str, ...]:
     return tuple(name.strip() for name in (text or "").split(",") if name.strip())
 
 
-def check_flags(config, family: ModuleType, *, variant: str, title: str) -> None:
-    """Raises Trouble for a flag whose meaning the model (of `family` and `variant`) or the task has not, so that none is without effect."""
-    frames, editing = config.dataset.num_frames, variant in getattr(family, "EDITING", ())
+def check_flags(config, family: ModuleType, spec: ModelSpec) -> None:
+    """Raises Trouble for a flag whose meaning the model or the task has not, so that none is without effect."""
+    title, frames, editing = spec.title, config.dataset.num_frames, edits(spec, family)
     if not hasattr(family, "predict"):
         raise Trouble("not_supported", f"{title} cannot be trained here.", hint="Qwen-Image and its kin can.")
     if frames is not None and frames > 1 and not hasattr(family, "encode_video"):
@@ -27,8 +29,13 @@ def check_flags(config, family: ModuleType, *, variant: str, title: str) -> None
             hint="Leave --num_frames out.",
         )  # fmt: skip
     if not editing:
-        _check_no_edits(config, title)
-    if config.model.zero_cond_t and variant != "edit-2511":
+        _check_no_edits(config, spec)
+    elif config.prior.regularisation_path:
+        raise Trouble(
+            "bad_value", f"The pictures of a plain folder (--regularisation_path) are edited from nothing, and {title} edits.",
+            hint="Let the untouched model edit the dataset's with --prior_pictures.",
+        )  # fmt: skip
+    if config.model.zero_cond_t and "dit" in spec.parts and spec.variant != "edit-2511":
         raise Trouble(
             "bad_value", f"{title} does not take pictures to edit as free of noise (--zero_cond_t); Qwen-Image-Edit-2511 does.",
             hint="Leave --zero_cond_t out: what a model needs is read from its files.",
@@ -45,8 +52,14 @@ def check_flags(config, family: ModuleType, *, variant: str, title: str) -> None
         _check_extra(name, config.training.task, title)
 
 
-def _check_no_edits(config, title: str) -> None:
+def _check_no_edits(config, spec: ModelSpec) -> None:
     """Raises Trouble for what only a model that edits can take."""
+    title = spec.title
+    if EDIT in listed(config.dataset.extra_inputs) and "dit" not in spec.parts:
+        raise Trouble(
+            "missing_part", f"How the pictures under {EDIT} are to be encoded is told by the model's transformer, which is not among the files.",
+            hint="Name its files too; the first of two stages does not load them.",
+        )  # fmt: skip
     if config.model.processor_path:
         raise Trouble(
             "bad_value", f"{title} is trained on text alone here; it has no processor of pictures (--processor_path).",

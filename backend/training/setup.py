@@ -103,7 +103,7 @@ def make_loader(config, accelerator) -> Loader:
     """Finds the base and decides how its parts are kept. Raises Trouble for parts that cannot train so."""
     with accelerator.main_process_first():  # one downloads what is missing, the others find it
         base = find_base(config.model)
-    check_flags(config, base.family, variant=base.spec.variant, title=base.spec.title)
+    check_flags(config, base.family, base.spec)
     check_optimizer(config.training)
     trained, part, device = trained_parts(config), lora_part(config), accelerator.device
     dtype = _dtype(config, device)

@@ -30,7 +30,7 @@ def write(folder: Path, source: Source, base: Base) -> None:
             {"latents": keys, **more, "captions": item.captions, "size": source.sizes[number], "digest": item.digest,
              "weight": item.weight, "prior": item.prior, "seed": item.seed, "steps": item.steps}
         )  # fmt: skip
-    table = {"format": 1, "family": base.spec.family, "items": items, "texts": source.texts}
+    table = {"format": 1, "family": base.spec.family, "variant": base.spec.variant, "items": items, "texts": source.texts}
     write_text(folder / TABLE, json.dumps(table, ensure_ascii=False))
 
 
@@ -61,6 +61,11 @@ def read(folder: Path, base: Base, config) -> Source:
     if is_editing(base) != any(row.get("references") for row in table["items"]):
         how = "without pictures to edit, which it needs" if is_editing(base) else "with pictures to edit, which it does not take"
         raise Trouble("bad_value", f"The encodings in {folder} were made {how}: {base.spec.title}.")
+    if is_editing(base) and "edit" in (made_for := {table["variant"], base.spec.variant}) and len(made_for) > 1:
+        raise Trouble(
+            "bad_value", f"The encodings in {folder} are of the variant {table['variant']}, which sees pictures otherwise than {base.spec.title}.",
+            hint="Make them again with the model that is to train.",
+        )  # fmt: skip
     if config.dataset.masked_loss != "none":
         raise Trouble(
             "bad_value", "Masks (--masked_loss) are read from the pictures, which a second stage does not have.",

@@ -25,6 +25,31 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_edit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen-Image-Edit-2509, which takes several pictures."""
+    from tests.tiny_models import make_qwen_edit
+
+    return make_qwen_edit(tmp_path_factory.mktemp("edit") / "tiny", "edit-2509")
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three samples in a table: two edited from one picture of their own size, one from two of other proportions."""
+    folder = tmp_path_factory.mktemp("pairs")
+    for name, size in {"a": (64, 64), "b": (64, 64), "c": (64, 64), "wide": (96, 48), "old_a": (64, 64), "old_b": (64, 64)}.items():
+        picture = Image.linear_gradient("L").resize(size).convert("RGB")
+        ImageDraw.Draw(picture).ellipse((4, 8, 28, 40), fill=(10 * sum(map(ord, name)) % 255, 90, 160))
+        picture.save(folder / f"{name}.png")
+    rows = [
+        {"image": "a.png", "prompt": "make it red", "edit_image": "old_a.png"},
+        {"image": "b.png", "prompt": "turn it", "edit_image": ["old_b.png"]},
+        {"image": "c.png", "prompt": "both together", "edit_image": ["wide.png", "old_a.png"]},
+    ]
+    (folder / "m.json").write_text(json.dumps(rows))
+    return folder
+
+
+@pytest.fixture(scope="session")
 def loaded(tiny_qwen: Path) -> None:
     """The libraries of a run are loaded and no longer looked through whenever a run collects what it has dropped."""
     import gc

@@ -135,14 +135,18 @@ LAST = Path("checkpoints/step-000004/weights.safetensors")
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
 
 
-def test_two_processes_train_as_one_with_twice_the_turns(launch, data, tiny_qwen: Path, pictures: Path, run_training, tmp_path):
-    """Whole weights, a LoRA beside offloaded ones, weights spread by FSDP; a save that does not end holds them up, and the first cause of a
+def test_two_processes_train_as_one_with_twice_the_turns(
+    launch, data, tiny_qwen: Path, tiny_edit: Path, pictures: Path, pairs: Path, run_training, tmp_path
+):
+    """Whole weights, a LoRA beside offloaded ones, one of a model that edits, weights spread by FSDP; a save that does not end holds them up, and the first cause of a
     failure is said once."""
     shared = ["--model", str(tiny_qwen), "--dataset_base_path", str(pictures), "--max_pixels", "4096", "--max_steps", "4", "--lora_rank", "4",
               "--mixed_precision", "no", "--learning_rate", "1e-3", "--save_dtype", "float32"]  # fmt: skip
+    editing = ["--model", str(tiny_edit), "--dataset_base_path", str(pairs), "--dataset_metadata_path", str(pairs / "m.json"), "--max_steps", "2"]
     runs = {
         "whole": {"flags": WHOLE},
         "offloaded": {"flags": ["--enable_model_cpu_offload"]},
+        "editing": {"flags": editing},
         "spread": {"flags": (*SPREAD, "--save_steps", "2", *Held.flags), "environment": FSDP},
         "resumed": {"flags": (*SPREAD, "--resume_from_checkpoint", str(data.root / "spread/checkpoints/step-000002")), "environment": FSDP},
         "dropping": {"flags": ["--lora_dropout", "0.3", "--save_steps", "2", *Held.flags]},
@@ -171,6 +175,8 @@ def test_two_processes_train_as_one_with_twice_the_turns(launch, data, tiny_qwen
         assert shapes(results[0]) == shapes(results[1]), name
         first, second = (load_file(run / LAST) for run in (two, one))
         assert all(torch.allclose(first[key], second[key], rtol=1e-3, atol=1e-5) for key in first), name
+    assert run_training.as_typed([*shared, *editing, "--gradient_accumulation_steps", "2", "--output_path", str(data.root / "one-editing")]) == 0
+    assert losses(data.root / "editing") == pytest.approx(losses(data.root / "one-editing"), rel=1e-4)
     for pair in (("spread", "resumed"), ("dropping", "dropped")):  # gone on with, every process with its own random state
         whole, resumed = (load_file(data.root / run / LAST) for run in pair)
         assert all(torch.equal(whole[key], resumed[key]) for key in whole), pair

@@ -241,5 +241,6 @@ def test_a_sample_whose_picture_to_edit_is_broken_is_left_out_when_asked(tmp_pat
 
 def test_a_plain_folder_cannot_say_what_its_pictures_are_edited_from(tmp_path: Path):
     picture(tmp_path / "a.png")
-    with pytest.raises(Trouble, match="columns image, prompt and edit_image"):
+    (tmp_path / "pairs.jsonl").write_text("")
+    with pytest.raises(Trouble, match=r"columns image, prompt and edit_image \(--dataset_metadata_path\); there is pairs.jsonl"):
         read_dataset(replace(DatasetSection(), dataset_base_path=str(tmp_path)), edits=True)

@@ -10,36 +10,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from PIL import Image, ImageChops, ImageDraw, ImageOps, ImageStat
+from PIL import Image, ImageChops, ImageOps, ImageStat
 from safetensors.torch import load_file
-
-from tests.tiny_models import make_qwen_edit
 
 pytestmark = pytest.mark.torch
 BASE = ("--max_steps", 2, "--save_dtype", "float32")
-
-
-@pytest.fixture(scope="module")
-def tiny_edit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen-Image-Edit-2509, which takes several pictures."""
-    return make_qwen_edit(tmp_path_factory.mktemp("edit") / "tiny", "edit-2509")
-
-
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three samples in a table: two edited from one picture of their own size, one from two of other proportions."""
-    folder = tmp_path_factory.mktemp("pairs")
-    for name, size in {"a": (64, 64), "b": (64, 64), "c": (64, 64), "wide": (96, 48), "old_a": (64, 64), "old_b": (64, 64)}.items():
-        picture = Image.linear_gradient("L").resize(size).convert("RGB")
-        ImageDraw.Draw(picture).ellipse((4, 8, 28, 40), fill=(10 * sum(map(ord, name)) % 255, 90, 160))
-        picture.save(folder / f"{name}.png")
-    rows = [
-        {"image": "a.png", "prompt": "make it red", "edit_image": "old_a.png"},
-        {"image": "b.png", "prompt": "turn it", "edit_image": ["old_b.png"]},
-        {"image": "c.png", "prompt": "both together", "edit_image": ["wide.png", "old_a.png"]},
-    ]
-    (folder / "m.json").write_text(json.dumps(rows))
-    return folder
 
 
 @pytest.fixture
@@ -135,6 +110,10 @@ def test_two_stages_give_what_one_gives(train, tmp_path: Path, tiny_edit: Path, 
     assert train(tmp_path / "two", *again, model=alone, dataset=tmp_path / "data", table=None) == 0
     one, two = (load_file(tmp_path / name / "step-4.safetensors") for name in ("one", "two"))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    (alone / "model_index.json").write_text((tiny_edit / "model_index.json").read_text().replace("EditPlus", "Edit"))
+    assert train(tmp_path / "two", *again, model=alone, dataset=tmp_path / "data", table=None) == 2
+    assert "of the variant edit-2509, which sees pictures otherwise than Qwen-Image-Edit" in capsys.readouterr().err
+    shutil.copy(tiny_edit / "model_index.json", alone)
     assert train(tmp_path / "two", *again, "--sample_prompts", "x", model=alone, dataset=tmp_path / "data", table=None) == 2
     assert "Name them with --sample_edit_images" in capsys.readouterr().err
 
@@ -185,9 +164,11 @@ def test_prior_pictures_validation_preflight_and_little_memory(train, events, tm
     ("model", "flags", "words"),
     [
         ("text", ("--extra_inputs", "edit_image"), "Qwen-Image makes pictures of text alone, so it cannot be trained to edit"),
+        ("no dit", ("--extra_inputs", "edit_image", "--task", "sft:data_process"), "is told by the model's transformer"),
         ("text", ("--sample_edit_images", "a.png"), "drawn from no others (--sample_edit_images)"),
         ("text", ("--processor_path", "x"), "it has no processor of pictures"),
         ("edit", ("--dataset_metadata_path", "plain.json"), "does not say which picture it is edited from"),
+        ("edit", ("--regularisation_path", "."), "edited from nothing, and Qwen-Image-Edit-2509 edits"),
         ("edit", ("--zero_cond_t",), "Qwen-Image-Edit-2511 does"),
         ("edit", ("--crops", "3", "--crop_zoom", "2", "--max_pixels", "1024"), "wide.png, which it is edited from, has other proportions"),
         ("edit", ("--sample_prompts", "x\ny\nz", "--sample_edit_images", "a.png\nb.png"), "There are 3 sample prompts but 2 lines"),
@@ -200,7 +181,7 @@ def test_what_does_not_go_together(train, tmp_path, pairs, tiny_qwen, tiny_edit,
     (pairs / "plain.json").write_text(json.dumps([{"image": "a.png", "prompt": "x"}]))
     monkeypatch.chdir(pairs)
     monkeypatch.setattr("backend.training.setup.load_parts", lambda *a, **k: pytest.fail("weights were loaded"))
-    folder = {"text": tiny_qwen, "edit": tiny_edit}.get(model)
+    folder = {"text": tiny_qwen, "edit": tiny_edit, "no dit": tiny_edit / "text_encoder"}.get(model)
     if folder is None:  # Qwen-Image-Edit takes one picture
         folder = tmp_path / "one"
         shutil.copytree(tiny_edit, folder)
