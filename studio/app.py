@@ -30,6 +30,7 @@ from studio import (
     gallery,
     generate,
     generate_events,
+    generate_layout,
     lora_rows,
     models,
     models_events,
@@ -59,7 +60,7 @@ def build(studio: Studio) -> gr.Blocks:
         strip = live(name="strip")
         with gr.Tabs(elem_id="tabs") as tabs:
             with gr.Tab("Generate", id="generate", elem_id="tab-generate"):
-                generate_tab = generate.build(studio)
+                generate_tab = generate_layout.build(studio)
             with gr.Tab("LoRAs and models", id="models", elem_id="tab-models"):
                 models_tab = models.build(studio)
             with gr.Tab("Train", id="train", elem_id="tab-train"):

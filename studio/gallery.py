@@ -87,6 +87,7 @@ def receipt(studio: Studio, picture: Path | None) -> str:
         ("Steps, guidance", f"{request.get('num_inference_steps', '?')}, {_plain(request.get('guidance', '?'))}"),
         ("Seed", "" if settings.seed is None else str(settings.seed)),
         ("From a picture", _start_words(request)),
+        ("Edited", ", ".join(Path(str(path)).name for path in request.get("edit_images") or ())),
         ("Took", time_words(settings.seconds) if settings.seconds >= 1 else f"{settings.seconds:.1f} s"),
         ("Memory", _memory_words(settings)),
     ]

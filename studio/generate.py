@@ -1,4 +1,4 @@
-"""The Generate tab: the request's form on the left, the picture, its receipt and earlier pictures on the right."""
+"""The Generate tab: what its form means, keeps and shows; `generate_layout` lays it out."""
 
 from __future__ import annotations
 
@@ -8,25 +8,18 @@ from pathlib import Path
 import gradio as gr
 
 from backend.host.engine import EngineSnapshot
-from backend.schema.knobs import knobs_of, to_values
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest, LoraUse, request_to_values
-from studio import form, gallery, lora_rows, plan_panel
-from studio.asking import Keeping, keeping
+from studio import edit_pictures, form, gallery, lora_rows, plan_panel, shelf
+from studio.asking import Keeping
 from studio.engine_view import busy, progress_panel
 from studio.form import Form
 from studio.lora_rows import LoraRows
 from studio.pictures import is_inside, keep_input, stamp
 from studio.session import config_from, read_values, request_file, write_values
-from studio.studio import Studio, live
+from studio.studio import Studio
 from studio.use_graph import Use, graph, watched
 
-# Those that have a place of their own; whatever else a request can hold comes under "More settings".
-FIELDS = (
-    "model", "prompt", "negative_prompt", "width", "height", "num_inference_steps", "guidance", "seed", "count",
-    "denoising_strength",
-)  # fmt: skip
-NO_FIELD = ("input_image",)
 FRESH = "fresh_seed"  # in the file of the form, beside the request's own settings
 
 
@@ -35,6 +28,7 @@ class Generate:
     """The tab's components that others touch."""
 
     form: Form
+    edited: gr.HTML
     fresh: gr.Checkbox
     dice: gr.Button
     again: gr.Button
@@ -71,89 +65,8 @@ class Generate:
 
     @property
     def live_outputs(self) -> list:
-        return [self.progress, self.stage, self.receipt, self.thumbs, self.go, self.cancel, self.plan, *self.actions]
-
-
-def build(studio: Studio) -> Generate:
-    """Lays the tab out."""
-    request, loras = remembered(studio)
-    knobs = {item.name: item for item in knobs_of(GenerationRequest)}
-    values = to_values(request)
-
-    def control(name: str, **look):
-        return form.control(knobs[name], values[name], **look)
-
-    with gr.Row(elem_classes="columns"):
-        with gr.Column(scale=5, min_width=330, elem_classes="left"):
-            made = {
-                "model": gr.Dropdown(label="Model", value=request.model, allow_custom_value=True, elem_id="set-model")
-            }
-            made["prompt"] = control("prompt", info=None, placeholder="a red apple on a blue background", max_lines=8)
-            made["negative_prompt"] = control("negative_prompt", info=None, lines=1, max_lines=4)
-            with gr.Row(elem_classes="go-row"):
-                go = gr.Button("Generate", variant="primary", scale=3, min_width=140, elem_id="generate")
-                cancel = gr.Button("Cancel", variant="stop", scale=1, min_width=90, elem_id="cancel", interactive=False)
-            said = gr.HTML("", elem_id="said")
-            faults = gr.HTML("", elem_id="faults", elem_classes="faults")
-            plan = live(name="plan")
-            with gr.Row(equal_height=True, elem_classes="fields"):
-                made["width"] = control("width", info=None, label="Width", min_width=90)
-                made["height"] = control("height", info=None, label="Height", min_width=90)
-                made["count"] = gr.Number(
-                    label="Pictures",
-                    value=request.count,
-                    precision=0,
-                    step=1,
-                    min_width=90,
-                    elem_id="set-count",
-                )
-            with gr.Row(equal_height=True, elem_classes="fields"):
-                made["num_inference_steps"] = control("num_inference_steps", info=None, min_width=150)
-                made["guidance"] = control("guidance", info=None, min_width=150)
-            with gr.Row(equal_height=True, elem_classes="fields seed-row"):
-                made["seed"] = control("seed", info=None, min_width=110)
-                dice = gr.Button("Roll", size="sm", min_width=60, scale=0, elem_id="seed-dice")
-                again = gr.Button("Last one", size="sm", min_width=80, scale=0, elem_id="seed-last")
-            fresh = gr.Checkbox(label="New seed each time", value=wants_fresh_seed(studio), container=False, elem_id="fresh-seed")
-            with gr.Column(elem_classes="plain-group"):
-                gr.HTML('<h3 class="section">LoRAs</h3>')
-                rows = lora_rows.build([], loras)
-            with gr.Accordion("Start from a picture", open=request.input_image is not None, elem_id="start-from") as start_fold:
-                start_picture = gr.Image(
-                    value=request.input_image,
-                    type="filepath",
-                    image_mode=None,
-                    sources=["upload", "clipboard"],
-                    height=180,
-                    show_label=False,
-                    buttons=[],
-                    elem_id="start-picture",
-                )
-                made["denoising_strength"] = control("denoising_strength", label="Strength")
-            made |= form.folds(GenerationRequest, request, skip=(*FIELDS, *NO_FIELD), title="More settings")
-            with gr.Accordion("Settings from a picture", open=False, elem_id="settings-from"):
-                drop = gr.File(
-                    label="Drop a PNG that was made here",
-                    file_types=[".png"],
-                    type="filepath",
-                    height=140,
-                    elem_id="drop-png",
-                )
-        with gr.Column(scale=7, min_width=330, elem_classes="right"):
-            stage = live(name="stage")
-            progress = live(name="progress")
-            thumbs = live(name="thumbs")
-            with gr.Row(elem_classes="actions"):
-                labels = ("Use these settings", "Start from this picture", "Move to trash")
-                actions = tuple(
-                    gr.Button(label, size="sm", min_width=90, visible=False, elem_id=f"picture-{i}")
-                    for i, label in enumerate(labels)
-                )
-            receipt = live(name="receipt")
-    return Generate(
-        Form(GenerationRequest, made), fresh, dice, again, start_picture, start_fold, rows, go, cancel, said, progress, stage,
-        receipt, thumbs, actions, drop, plan, faults, keeping(),
-    )  # fmt: skip
+        regions = [self.progress, self.stage, self.receipt, self.thumbs, self.go, self.cancel, self.plan, self.edited]
+        return [*regions, *self.actions]
 
 
 def remembered(studio: Studio) -> tuple[GenerationRequest, tuple[LoraUse, ...]]:
@@ -181,6 +94,21 @@ def keep(studio: Studio, tab: Generate, request: GenerationRequest, values: tupl
     write_values(request_file(studio.places), request_to_values(request) | {FRESH: fresh})
 
 
+def fault_of_edits(studio: Studio, request: GenerationRequest, *, must: bool = False) -> str:
+    """Why the model of `request` cannot work from its pictures to edit, in a sentence; `must`: it has to have one."""
+    try:
+        shelf.check_edits(shelf.models(studio), request, studio, must=must)
+    except Trouble as trouble:
+        return str(trouble)
+    return ""
+
+
+def for_its_model(studio: Studio, request: GenerationRequest) -> GenerationRequest:
+    """`request` without pictures to edit where its model edits none: their row is not shown, and the form keeps them."""
+    found = shelf.models(studio) if request.edit_images else ()
+    return request if not request.edit_images or shelf.edits(found, request.model, studio) else replace(request, edit_images=())
+
+
 def whole_request(studio: Studio) -> GenerationRequest:
     request, loras = remembered(studio)
     return replace(request, loras=loras)
@@ -191,9 +119,11 @@ def read_inputs(tab: Generate, values: tuple, studio: Studio) -> GenerationReque
     count = len(tab.form.controls)
     request = form.read(tab.form, values[:count])
     *rows, picture = values[count + 1 :]
+    edited = edit_pictures.paths_of(values[list(tab.form.controls).index("edit_images")])
+    edit_pictures.check_here(edited, studio.places)
     if picture and not is_inside(Path(picture), (studio.places.user / "inputs", studio.places.outputs)):
         picture = str(keep_input(Path(picture), studio.places))
-    return replace(request, input_image=picture or None, loras=lora_rows.read(rows))
+    return replace(request, input_image=picture or None, edit_images=edited, loras=lora_rows.read(rows))
 
 
 def fill(
@@ -215,12 +145,14 @@ def view(
     making = snapshot.job is not None and not choice["picture"]
     preview = snapshot.job.preview if snapshot.job else ""
     most = choice["most"]
+    kept = read_values(request_file(studio.places))
     now = {
         "progress": (snapshot.revision, use),
         "stage": (making, preview) if making else (choice["picture"], stamp(studio.places.outputs)),
         "thumbs": (choice["picture"], stamp(studio.places.outputs), most),
         "busy": busy(snapshot),
-        "plan": (read_values(request_file(studio.places)), choice["card"], snapshot.state, plan_panel.answers(studio)),
+        "edited": (str(kept.get("model", "")), tuple(kept.get("edit_images") or ())),
+        "plan": (kept, choice["card"], snapshot.state, plan_panel.answers(studio)),
     }
     fresh = {name for name, value in now.items() if seen.get(name) != value}
     picture = None
@@ -238,15 +170,22 @@ def view(
         )
         out[2] = "" if making else gallery.receipt(studio, picture)
         for i in range(len(tab.actions)):
-            out[7 + i] = gr.update(visible=not making and picture is not None)
+            out[8 + i] = gr.update(visible=not making and picture is not None)
     if "thumbs" in fresh:
         out[3] = gallery.thumbs(studio, shown=picture, most=most)
     if "busy" in fresh:
         out[4] = gr.update(value="Generate another" if now["busy"] else "Generate")
         out[5] = gr.update(interactive=now["busy"])
+    if "edited" in fresh:
+        out[7] = drawn_edits(studio, *now["edited"])
     if "plan" in fresh:
         out[6] = plan_of(studio, whole_request(studio), choice["card"])
     return out, seen | now
+
+
+def drawn_edits(studio: Studio, model: str, paths: tuple[str, ...]) -> str:
+    """The row of pictures to edit, where the model called `model` edits any."""
+    return edit_pictures.row(studio, paths, shown=shelf.edits(shelf.models(studio), model, studio))
 
 
 def predicted_bytes(studio: Studio, request: GenerationRequest) -> int:

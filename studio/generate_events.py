@@ -11,9 +11,9 @@ import gradio as gr
 
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest
-from studio import form, gallery, plan_panel, shelf
+from studio import edit_pictures, form, gallery, plan_panel, shelf
 from studio.asking import QUIET, ask, unchanged
-from studio.generate import Generate, fill, keep, plan_of, read_inputs
+from studio.generate import Generate, drawn_edits, fault_of_edits, fill, for_its_model, keep, plan_of, read_inputs
 from studio.pictures import is_inside, read_settings, to_trash
 from studio.restore import restore
 from studio.studio import Studio
@@ -30,6 +30,7 @@ def wire(studio: Studio, tab: Generate, ui: gr.BrowserState, most: gr.State, red
     """Binds what the buttons do. `redraw(event)` has the page drawn again after an event."""
     _wire_form(studio, tab, ui, redraw)
     _wire_go(studio, tab, ui, redraw)
+    _wire_edits(studio, tab)
     _wire_seed(studio, tab)
     _wire_restore(studio, tab, ui)
     _wire_pictures(studio, tab, ui, most, redraw)
@@ -53,16 +54,20 @@ def _wire_form(studio: Studio, tab: Generate, ui: gr.BrowserState, redraw: Calla
         except OSError:
             return gr.skip(), ""  # the picture it starts from is being replaced; the next change comes soon
         keep(studio, tab, request, values)
-        return plan_of(studio, request, choice["card"]), ""
+        request = for_its_model(studio, request)
+        wrong = fault_of_edits(studio, request)
+        return plan_of(studio, request, choice["card"]), faults_style({"edit_images": wrong} if wrong else {}, prefix="set-")
 
     also = (tab.start_picture.change, tab.rows.count.change)
     tab.keeping.keep(changed, tab.fields, [ui], tab.inputs, [tab.plan, tab.faults], *also)
 
     def fit_model(model: str, *values):
-        return [_changes(tab, shelf.request_defaults(shelf.models(studio), model, studio))]
+        paths = edit_pictures.paths_of(_value(tab, "edit_images", values))
+        wanted = shelf.request_defaults(shelf.models(studio), model, studio)
+        return _changes(tab, wanted), drawn_edits(studio, model, paths)
 
     model = tab.form.controls["model"]
-    ask(model.input, fit_model, [model], tab.fields, [], tab.keeping, trigger_mode="always_last")
+    ask(model.input, fit_model, [model], tab.fields, [tab.edited], tab.keeping, trigger_mode="always_last")
 
     def act_on_plan(event: gr.EventData, choice: dict, picture: str | None, *values):
         if event.do == "card":
@@ -76,6 +81,27 @@ def _wire_form(studio: Studio, tab: Generate, ui: gr.BrowserState, redraw: Calla
     redraw(ask(tab.plan.act, act_on_plan, [ui, tab.start_picture], tab.fields, [ui], tab.keeping))
 
 
+def _value(tab: Generate, name: str, values: tuple) -> object:
+    """The value of one setting among those of `tab.fields`."""
+    return values[list(tab.form.controls).index(name)]
+
+
+def _wire_edits(studio: Studio, tab: Generate) -> None:
+    """The row of pictures to edit: what is done in it changes the form at once."""
+
+    def act(event: gr.EventData, *values):
+        before = edit_pictures.paths_of(_value(tab, "edit_images", values))
+        model = str(_value(tab, "model", values) or "")
+        try:
+            paths = edit_pictures.changed(before, event.do, event.what, studio.places)
+        except Trouble as trouble:
+            said = faults_style({"edit_images": str(trouble)}, prefix="set-")
+            return unchanged(tab.fields), drawn_edits(studio, model, before), said
+        return _changes(tab, {"edit_images": tuple(paths)}), drawn_edits(studio, model, tuple(paths)), ""
+
+    ask(tab.edited.act, act, [], tab.fields, [tab.edited, tab.faults], tab.keeping)
+
+
 def _wire_go(studio: Studio, tab: Generate, ui: gr.BrowserState, redraw: Callable) -> None:
     def submit(choice: dict, picture: str | None, *values):
         try:
@@ -84,15 +110,19 @@ def _wire_go(studio: Studio, tab: Generate, ui: gr.BrowserState, redraw: Callabl
                 request = replace(request, seed=secrets.randbelow(GUESS_SEEDS))
             if not request.prompt.strip() and not request.input_image:
                 raise Trouble("bad_value", "The prompt is empty.", hint="Write what the picture shows.")
+            wrong = fault_of_edits(studio, for_its_model(studio, request), must=True)
+            if wrong:
+                faults = faults_style({"edit_images": wrong}, prefix="set-")
+                return unchanged(tab.fields), notice(wrong, kind="bad"), gr.skip(), faults
             shelf.check_size(shelf.models(studio), request, studio)
-            studio.engine.submit(request)
+            studio.engine.submit(for_its_model(studio, request))
             keep(studio, tab, request, values)
         except Trouble as trouble:
-            return unchanged(tab.fields), trouble_notice(trouble), gr.skip()
-        return _changes(tab, {"seed": request.seed}), "", choice | {"picture": ""}
+            return unchanged(tab.fields), trouble_notice(trouble), gr.skip(), gr.skip()
+        return _changes(tab, {"seed": request.seed}), "", choice | {"picture": ""}, ""
 
     for event in (tab.go.click, tab.form.controls["prompt"].submit):
-        submitted = ask(event, submit, [ui, tab.start_picture], tab.fields, [tab.said, ui], tab.keeping)
+        submitted = ask(event, submit, [ui, tab.start_picture], tab.fields, [tab.said, ui, tab.faults], tab.keeping)
         redraw(submitted).then(None, tab.said, None, js=SHOW_STAGE)
     redraw(tab.cancel.click(lambda: studio.engine.cancel(), None, None, **QUIET))
 

@@ -27,11 +27,12 @@ COLOURS = {
     "used by others": "--others",
     "reserve": "--reserve",
 }
-PARTS = {"dit": "--part-1", "text_encoder": "--part-2", "vae": "--part-3", "dit2": "--part-4", "text_encoder_2": "--part-4"}
+PARTS = {"dit": "--part-1", "text_encoder": "--part-2", "vae": "--part-3", "dit2": "--part-4", "text_encoder_2": "--part-4", "vision": "--part-5"}
 # mixed from the theme's own colours, so that they follow it
 MIXED = {
     "--libraries": "color-mix(in srgb, var(--others) 55%, var(--reserve))",
     "--part-4": "color-mix(in srgb, var(--part-2) 45%, var(--part-3))",
+    "--part-5": "color-mix(in srgb, var(--part-2) 60%, var(--staging))",
 }
 PHASE_WORDS = {
     "text": "Read the prompt",
@@ -167,7 +168,7 @@ def _colour(name: str) -> str:
 
 
 def _name_words(name: str) -> str:
-    named = {"dit": "image network", "dit2": "second image network", "text_encoder": "text encoder", "vae": "picture decoder"}
+    named = {"dit": "image network", "dit2": "second image network", "text_encoder": "text encoder", "vae": "picture decoder", "vision": "picture reader"}
     return named.get(name, name.replace("text_encoder_2", "second text encoder").replace("_", " "))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 from backend.catalog import beside, library
+from backend.catalog import edits as catalog_edits
 from backend.catalog.sizes import sizes_of
 from backend.catalog.spec import LoraSpec, ModelSpec
 from backend.schema.messages import Trouble
@@ -92,6 +93,23 @@ def check_size(found: Sequence[ModelSpec | Trouble], request: GenerationRequest,
     """Raises Trouble where the model of `request` is here and does not draw pictures of that size."""
     for spec, module in _called(found, request.model, studio):
         beside.check_size(spec, module, width=request.width, height=request.height)
+
+
+def edits(found: Sequence[ModelSpec | Trouble], value: str, studio: Studio) -> bool:
+    """Whether the model that a request calls `value` works from pictures; of one that is not here, as its name tells."""
+    for spec, module in _called(found, value, studio):
+        return catalog_edits.edits(spec, module)
+    try:
+        family = sizes_of(value.rsplit("/", 1)[-1]).family
+    except Trouble:
+        return False
+    return "edit" in value.lower() and any(getattr(module, "EDITING", ()) for module in studio.families if family == module.NAME)
+
+
+def check_edits(found: Sequence[ModelSpec | Trouble], request: GenerationRequest, studio: Studio, *, must: bool) -> None:
+    """Raises Trouble where the model of `request` is here and cannot work from so many pictures, or (`must`) lacks one."""
+    for spec, module in _called(found, request.model, studio):
+        catalog_edits.check(spec, module, len(request.edit_images), must=must)
 
 
 def _called(found: Sequence[ModelSpec | Trouble], value: str, studio: Studio) -> list[tuple[ModelSpec, ModuleType]]:

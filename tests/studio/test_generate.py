@@ -8,7 +8,7 @@ import pytest
 from backend.families import FAMILIES
 from backend.host.engine import Engine
 from backend.schema.request import GenerationRequest
-from studio import generate
+from studio import generate, generate_layout
 from studio.studio import Studio
 
 
@@ -20,7 +20,7 @@ def laid_out(tmp_path_factory):
     places = Places(tmp_path_factory.mktemp("data"))
     studio = Studio(places, Engine(places, fake=True), FAMILIES)
     with gr.Blocks():
-        yield studio, generate.build(studio)
+        yield studio, generate_layout.build(studio)
 
 
 def values_of(tab, request: GenerationRequest, *, fresh: bool) -> tuple:

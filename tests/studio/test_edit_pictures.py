@@ -1,0 +1,72 @@
+"""The pictures to edit: taken, moved, taken away, drawn; and never a file that is none of the studio's own."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from PIL import Image
+
+from backend.families import FAMILIES
+from backend.host.engine import Engine
+from backend.schema.messages import Trouble
+from backend.schema.request import GenerationRequest
+from studio import edit_pictures, shelf
+from studio.generate import for_its_model
+from studio.pictures import Settings
+from studio.restore import restore
+from studio.studio import Studio
+
+
+@pytest.fixture
+def sent(data):
+    """Two pictures that a browser has sent."""
+    folder = data.cache / "uploads"
+    folder.mkdir(parents=True)
+    for name, colour in (("a, b.png", "red"), ("c.png", "blue")):
+        Image.new("RGB", (8, 8), colour).save(folder / name)
+    return [str(folder / "a, b.png"), str(folder / "c.png")]
+
+
+def test_pictures_are_kept_moved_and_taken_away(data, sent):
+    kept = edit_pictures.changed([], "add", json.dumps(sent), data)
+    assert len(kept) == 2 and all(data.user / "inputs" in edit_pictures.Path(path).parents for path in kept)
+    edit_pictures.check_here(kept, data)
+    assert edit_pictures.changed(kept, "move", "[1, 0]", data) == kept[::-1]
+    assert edit_pictures.changed(kept, "move", "[0, 5]", data) == edit_pictures.changed(kept, "else", "", data) == kept
+    assert edit_pictures.changed(kept, "remove", "0", data) == kept[1:]
+    assert len(edit_pictures.changed(kept * 4, "add", json.dumps(sent), data)) == edit_pictures.MOST
+
+
+def test_what_is_no_picture_or_from_elsewhere_is_refused(data, sent, tmp_path):
+    text = data.cache / "uploads" / "text.png"
+    text.write_text("no picture")
+    with pytest.raises(Trouble, match=r"text\.png is not a picture"):
+        edit_pictures.changed([], "add", json.dumps([str(text)]), data)
+    secret = tmp_path / "secret.png"
+    Image.new("RGB", (8, 8)).save(secret)
+    with pytest.raises(Trouble, match="was not sent"):
+        edit_pictures.changed([], "add", json.dumps([str(secret)]), data)
+    with pytest.raises(Trouble, match=r"Picture 1, secret\.png, is not here"):
+        edit_pictures.check_here([str(secret)], data)
+
+
+def test_the_row_is_drawn_for_a_model_that_edits_and_only_its_requests_have_pictures(data, sent):
+    studio = Studio(data, Engine(data, fake=True), FAMILIES)
+    paths = tuple(edit_pictures.changed([], "add", json.dumps(sent), data))
+    assert shelf.edits((), "Qwen/Qwen-Image-Edit", studio) and not shelf.edits((), "Qwen/Qwen-Image", studio)
+    assert edit_pictures.row(studio, paths, shown=False) == ""
+    html = edit_pictures.row(studio, paths, shown=True)
+    assert html.count("<figure") == 2 and "file=" in html and "Add pictures" in html and "Picture 2" in html
+    assert "Drop pictures here" in edit_pictures.row(studio, (), shown=True)
+    request = GenerationRequest(model="Qwen/Qwen-Image-Edit", edit_images=paths)
+    assert for_its_model(studio, request) == request
+    assert for_its_model(studio, GenerationRequest(model="Qwen/Qwen-Image", edit_images=paths)).edit_images == ()
+
+
+def test_a_picture_brings_back_those_it_edited_as_far_as_they_are_here(data, sent):
+    kept = edit_pictures.changed([], "add", json.dumps(sent), data)
+    made = Settings({"prompt": "x", "edit_images": [*kept, "/etc/hostname", "/gone/cat.png"], "input_image": "/etc/hostname"})
+    back = restore(made, models=[], loras=[], places=data)
+    assert back.request.edit_images == tuple(kept) and back.request.input_image is None
+    assert "hostname, cat.png are not here" in " ".join(back.missing)
