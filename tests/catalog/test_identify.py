@@ -336,3 +336,74 @@ def test_a_file_too_incomplete_to_tell_its_sizes(tmp_path, dit):
     with pytest.raises(Trouble, match="sizes") as caught:
         identify_model(write_file(tmp_path / "a.safetensors", some), FAMILIES)
     assert caught.value.kind == "damaged"
+
+
+def folder_of(tmp_path, class_name: str = "", **config):
+    """The starter as a folder of its own, with another pipeline's class and settings of the transformer's."""
+    folder = tmp_path / "some model"
+    for part in ("transformer", "text_encoder", "vae", "tokenizer"):
+        shutil.copytree(STARTER / part, folder / part)
+    if class_name:
+        (folder / "model_index.json").write_text(json.dumps({"_class_name": class_name}))
+    said = folder / "transformer" / "config.json"
+    said.write_text(json.dumps({**json.loads(said.read_text()), **config}))
+    shutil.copytree(STARTER / "tokenizer", folder / "processor")
+    (folder / "processor" / "preprocessor_config.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("class_name", "config", "variant"),
+    [
+        ("QwenImageEditPipeline", {}, "edit"),
+        ("QwenImageEditPlusPipeline", {}, "edit-2509"),
+        ("QwenImageEditPlusPipeline", {"zero_cond_t": True}, "edit-2511"),
+        ("QwenImagePipeline", {}, "base"),
+        ("", {}, "base"),
+    ],
+)
+def test_edit_variants_are_told_by_class_and_configuration_and_alone_have_the_vision_tower(class_name, config, variant, tmp_path):
+    folder = folder_of(tmp_path, class_name, **config)
+    spec = identify_model(folder, FAMILIES)
+    edits = variant != "base"
+    assert spec.variant == variant and ("Edit" in spec.title) == edits and not spec.missing
+    assert set(spec.parts) == {"dit", "text_encoder", "vae"} | ({"vision"} if edits else set())
+    assert spec.processor == folder / "processor" and spec.tokenizer == folder / "tokenizer"
+    shutil.rmtree(folder / "tokenizer")
+    assert identify_model(folder, FAMILIES).tokenizer == folder / "processor"
+    if edits:
+        shutil.copy(STARTER / "vae" / "config.json", folder / "text_encoder")  # speaks of another class: sizes come from shapes
+        vision, said = spec.parts["vision"], identify_model(folder, FAMILIES).parts["vision"].config
+        assert all(said[name] == value for name, value in vision.config.items() if name in said and name not in ("num_heads", "fullatt_block_indexes"))
+        assert {name for name in said if vision.config.get(name) is None} == set()
+        assert all(at.key.startswith("visual.") for at in vision.tensors.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("qwen_image_edit_2509_fp8_e4m3fn.safetensors", "edit-2509"),
+        ("Qwen-Image-Edit-2511-Lightning.safetensors", "edit-2511"),
+        ("qwen_image_edit_plus.safetensors", "edit-2509"),
+        ("qwen_image_edit_fp8.safetensors", "edit"),
+        ("qwen_image_fp8.safetensors", "base"),
+        ("edited.safetensors", "base"),
+        ("Qwen-Image-Edit/transformer/model.safetensors", "edit"),
+        ("qwen-image-edit/Qwen-Image/transformer/model.safetensors", "base"),
+    ],
+)
+def test_single_files_of_edit_variants_are_told_by_what_they_are_called(name, variant, dit, tmp_path):
+    spec = identify_model(write_file(tmp_path / name, dit), FAMILIES)
+    assert spec.variant == variant and bool(spec.parts["dit"].config["zero_cond_t"]) == (variant == "edit-2511")
+    assert ("vision" in spec.missing) == (variant != "base")
+    assert (f"it is called {name.partition('/')[0].removesuffix('.safetensors')}" in spec.evidence) == (variant != "base")
+
+
+def test_the_vision_tower_in_lists_of_files(dit, tmp_path):
+    made = write_file(tmp_path / "Qwen-Image-Edit" / "transformer" / "diffusion_pytorch_model.safetensors", dit)
+    files = [made, STARTER / "text_encoder" / "model.safetensors", STARTER / "vae" / "diffusion_pytorch_model.safetensors"]
+    assert set(identify_files(files, FAMILIES).parts) == {"dit", "text_encoder", "vision", "vae"}
+    assert set(identify_files([TRANSFORMER, *files[1:]], FAMILIES).parts) == {"dit", "text_encoder", "vae"}
+    tower = {name: at for name, at in shapes(files[1]).items() if name.startswith("visual.")}
+    alone = write_file(tmp_path / "tower.safetensors", {f"model.{name}": at for name, at in tower.items()})
+    assert list(identify_files([alone], FAMILIES).parts) == ["vision"]
