@@ -9,10 +9,11 @@ from pathlib import Path
 from PIL import Image
 
 from backend.schema.messages import Trouble
-from studio.captions import metadata_file, pictures_in, read_caption, table_captions
+from studio.captions import Captioned, metadata_file, samples_in
 from studio.words import count_words, notice, safe
 
 PAGE = 24
+MOST_SOURCES = 3
 THUMB_PIXELS = 112
 GREY = (
     "data:image/svg+xml;utf8,<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 1 1'>"
@@ -46,15 +47,15 @@ def editor(folder: Path, *, page: int, was: str = "") -> str:
     `was` is the folder of the same set before it was copied: what was typed there and not saved yet belongs here.
     """
     try:
-        found = pictures_in(folder)
+        found = samples_in(folder)
     except Trouble as trouble:
         return notice(str(trouble), kind="bad")
     pages = -(-len(found) // PAGE)
     page = min(max(page, 0), pages - 1)
     table = metadata_file(folder)
-    captions = table_captions(table) if table else None
-    tiles = "".join(_tile(path, folder, captions) for path in found[page * PAGE : (page + 1) * PAGE])
+    tiles = "".join(_tile(sample, folder, fixed=table is not None) for sample in found[page * PAGE : (page + 1) * PAGE])
     words = count_words(len(found), "picture") + (f", captions from {table.name}" if table else "")
+    words += ", each with what it was edited from" if any(sample.edited_from for sample in found) else ""
     save = "" if table else '<button type="button" class="quiet" data-do="save" data-collect>Save captions</button>'
     return f'<div class="editor-head" data-set="{safe(folder)}" data-was="{safe(was)}"><b>{safe(words)}</b>{_turn(page, pages)}{save}</div><div class="captions">{tiles}</div>'
 
@@ -70,17 +71,22 @@ def _turn(page: int, pages: int) -> str:
     return f'<span class="turn">{button("Earlier", page - 1)} {page + 1} of {pages} {button("Later", page + 1)}</span>'
 
 
-def _tile(path: Path, folder: Path, captions: dict[str, str] | None) -> str:
-    if captions is None:
-        name = path.relative_to(folder).as_posix()
-        text, field = read_caption(path.with_suffix(".txt")), f'data-field="{safe(name)}"'
-    else:
-        text, field = captions.get(path.relative_to(folder).as_posix(), captions.get(path.name, "")), "readonly"
+def _tile(sample: Captioned, folder: Path, *, fixed: bool) -> str:
+    """Picture and caption, behind the pictures that it was edited from. `fixed`: the caption stands in a table and is not edited here."""
+    path = sample.picture
+    field = "readonly" if fixed else f'data-field="{safe(path.relative_to(folder).as_posix())}"'
+    before = "".join(_image(source) for source in sample.edited_from[:MOST_SOURCES])
+    more = f"<small>+{len(sample.edited_from) - MOST_SOURCES}</small>" if len(sample.edited_from) > MOST_SOURCES else ""
+    sources = f'<span class="sources">{before}{more}</span><span class="becomes" title="is edited to">→</span>' if before else ""
     return (
-        f'<label class="captioned"><img src="{thumb_data(path)}" alt="" title="{safe(path.name)}">'
-        f'<textarea rows="3" {field} placeholder="No caption" aria-label="Caption of {safe(path.name)}">{safe(text)}</textarea>'
+        f'<label class="captioned{" edited" if before else ""}">{sources}{_image(path)}'
+        f'<textarea rows="3" {field} placeholder="No caption" aria-label="Caption of {safe(path.name)}">{safe(sample.caption)}</textarea>'
         "</label>"
     )
+
+
+def _image(path: Path) -> str:
+    return f'<img src="{thumb_data(path)}" alt="" title="{safe(path.name)}">'
 
 
 def thumb_data(path: Path) -> str:

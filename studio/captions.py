@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from backend.catalog.text import decode_text, read_text
@@ -65,8 +66,17 @@ def metadata_file(folder: Path) -> Path | None:
     return next((folder / name for name in METADATA if (folder / name).is_file()), None)
 
 
-def table_captions(table: Path) -> dict[str, str]:
-    """Captions by the picture's path as the metadata file writes it. Lines that are not as they should be are left out."""
+@dataclass(frozen=True)
+class Captioned:
+    """A picture of a set with its words, and the pictures that it was edited from where the set says so."""
+
+    picture: Path
+    caption: str = ""
+    edited_from: tuple[Path, ...] = ()
+
+
+def table_rows(table: Path) -> list[Captioned]:
+    """The samples of a metadata file, files sought beside it. Lines that are not as they should be are left out."""
     text = decode_text(table.read_bytes())[0].lstrip("\ufeff")
     if table.suffix == ".csv":
         rows = list(csv.DictReader(io.StringIO(text)))
@@ -75,13 +85,34 @@ def table_captions(table: Path) -> dict[str, str]:
     else:
         rows = _json_or_none(text)
     rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    found = {}
-    for row in rows:
-        prompt = row.get("prompt") or ""
-        found[str(row.get("image") or row.get("file_name") or "")] = (
-            " | ".join(prompt) if isinstance(prompt, list) else str(prompt)
-        )
-    return found
+    return [row for row in (_captioned(row, table.parent) for row in rows) if row is not None]
+
+
+def _captioned(row: dict, folder: Path) -> Captioned | None:
+    picture = row.get("image") or row.get("file_name")
+    if not isinstance(picture, str):
+        return None
+    prompt, edits = row.get("prompt") or "", row.get("edit_image") or []
+    edits = [edits] if isinstance(edits, str) else edits if isinstance(edits, list) else []
+    words = " | ".join(map(str, prompt)) if isinstance(prompt, list) else str(prompt)
+    return Captioned(folder / picture, words, tuple(folder / str(path) for path in edits))
+
+
+def samples_in(folder: Path) -> list[Captioned]:
+    """What the set in `folder` trains on: the rows of its metadata file where it has one, else its pictures with their text files.
+
+    Raises Trouble where there is no folder, or nothing to train on.
+    """
+    table = metadata_file(folder)
+    if table is None:
+        return [Captioned(path, read_caption(path.with_suffix(".txt"))) for path in pictures_in(folder)]
+    rows = table_rows(table)
+    if not rows:
+        raise Trouble(
+            "empty_dataset", f"{table.name} in {folder} names no pictures.",
+            hint="A row for each picture: its file under `image`, its caption under `prompt`.",
+        )  # fmt: skip
+    return rows
 
 
 def _json_or_none(text: str):

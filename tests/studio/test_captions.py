@@ -94,3 +94,16 @@ def test_many_pictures_come_in_pages(tmp_path):
         Image.new("RGB", (4, 4)).save(tmp_path / f"{i:03d}.png")
     assert caption_editor.editor(tmp_path, page=0).count("<textarea") == caption_editor.PAGE
     assert caption_editor.editor(tmp_path, page=9).count("<textarea") == 1
+
+
+def test_a_set_to_edit_shows_what_each_picture_was_made_from(folder):
+    table = '[{"image": "b.png", "prompt": "make it blue", "edit_image": "a.png"}, {"image": "a.png", "prompt": ["x", "y"], "edit_image": ["b.png", "a.png"]}]'
+    (folder / "metadata.json").write_text(table)
+    first, second = captions.samples_in(folder)
+    assert (first.picture.name, first.caption, [path.name for path in first.edited_from]) == ("b.png", "make it blue", ["a.png"])
+    assert (second.caption, [path.name for path in second.edited_from]) == ("x | y", ["b.png", "a.png"])
+    html = caption_editor.editor(folder, page=0)
+    assert html.count("captioned edited") == 2 and html.count("<img") == 5 and html.count("→") == 2
+    assert "2 pictures, captions from metadata.json, each with what it was edited from" in html
+    (folder / "metadata.json").write_text('[{"prompt": "no picture"}]')
+    assert "names no pictures" in caption_editor.editor(folder, page=0)
