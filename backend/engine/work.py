@@ -91,6 +91,7 @@ class Work:
         began = time.monotonic()
         receipts = pipeline.use_loras(request.loras)
         pipeline.notes.clear()
+        before = len(pipeline.lower.taken)
         card = memory.probe(self.device)
         predicted = planning.predicted_bytes(pipeline.spec, card, request, self._placing)
         paths: list[Path] = []
@@ -102,9 +103,7 @@ class Work:
             ):
                 paths.append(free_path(folder, request.seed + number))
                 now = time.monotonic()
-                made = self._settings(
-                    request, request.seed + number, now - last, receipts, (predicted, peak.highest_bytes)
-                )
+                made = self._settings(request, request.seed + number, now - last, receipts, (predicted, peak.highest_bytes))
                 save_png(picture, paths[-1], made)
                 if request.count > 1:
                     self.wire.say("preview", id=id, path=str(paths[-1]), picture=number)
@@ -112,11 +111,13 @@ class Work:
             seconds, highest = time.monotonic() - began, peak.highest_bytes
             if self.device.type == "cpu":
                 self._libraries_bytes = max(0, memory.allocated(self.device) - live.weight_bytes(pipeline.parts, self.device))
-            if peak.highest_phase == "decode":  # the same for every prompt
+            went_lower = len(pipeline.lower.taken) > before
+            if peak.highest_phase == "decode" and not went_lower:  # the same for every prompt
                 self._peaks[kind] = highest
-        planning.learn(
-            pipeline.spec, card, request, predicted_bytes=predicted, measured_bytes=highest, seconds=seconds
-        )
+        if not pipeline.lower.taken:  # else it was not the plan's arrangement
+            planning.learn(pipeline.spec, card, request, predicted_bytes=predicted, measured_bytes=highest, seconds=seconds)
+        if went_lower:  # what was fused acts beside the weights now
+            receipts = pipeline.use_loras(request.loras)
         self._answer(id, request, paths, seconds, receipts, (predicted, highest))
 
     def _answer(self, id: str, request, paths: list[Path], seconds: float, receipts, peaks: tuple[int, int]) -> None:
@@ -262,6 +263,7 @@ class Work:
             halves_apart=self._placing.halves_apart,
             resident_blocks=self._placing.resident_blocks,
             fp8_products=fp8_products,
+            allow_fp8=self.preferences.allow_fp8,
             on_bytes=on_bytes,
         )
 
