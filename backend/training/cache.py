@@ -240,9 +240,9 @@ def fill_references(
     workers: int,
     skip_broken: bool,
     progress: Progress,
-) -> set[str]:
-    """Encodes the pictures in `wanted` {key: picture}. Returns the keys of those that could not be read."""
-    broken: set[str] = set()
+) -> dict[str, str]:
+    """Encodes the pictures in `wanted` {key: picture}. Returns the keys of those that could not be read, and why."""
+    broken: dict[str, str] = {}
 
     def read(key: str) -> Image.Image | Trouble:
         try:
@@ -254,7 +254,7 @@ def fill_references(
         if isinstance(picture, Trouble):
             if not skip_broken:
                 raise picture
-            broken.add(key)
+            broken[key] = picture.message
         else:
             store.put(key, {"latents": encode(picture).float()})
         progress(done, len(wanted))

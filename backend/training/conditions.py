@@ -17,7 +17,7 @@ from backend.training.captions import lines_of
 from backend.training.dataset import Item
 from backend.training.edits import Shown, check_counts, open_shown, reference_sizes, sample_pictures, shown, whole
 from backend.training.samples import EMPTY
-from backend.training.shares import Parts, Wishes, in_shares
+from backend.training.shares import Parts, Wishes, in_shares, left_out
 from backend.training.source import Sample, Source, worded
 
 Told = tuple[str, tuple[str, ...]]  # a prompt, and the keys of the pictures that go with it
@@ -40,7 +40,7 @@ def add_references(source: Source, base: Base, load: Parts, wishes: Wishes) -> s
         some = shown(item, size, zoom=section.crop_zoom)
         source.reference_sizes[number] = reference_sizes(some, base.family, pixels=pixels)
     broken = _encode_references(source, wanted, base, load, wishes, skip_broken=section.skip_broken_pictures)
-    return {view.item for view, keys in source.references.items() if broken & set(keys)}
+    return {view.item for view, keys in source.references.items() if broken.keys() & set(keys)}
 
 
 def _namer(base: Base, pixels: int) -> Callable[[Shown], str]:
@@ -51,8 +51,9 @@ def _namer(base: Base, pixels: int) -> Callable[[Shown], str]:
 
 def _encode_references(
     source: Source, wanted: dict[str, Shown], base: Base, load: Parts, wishes: Wishes, *, skip_broken: bool
-) -> set[str]:
-    section, broken = source.config.dataset, set()
+) -> dict[str, str]:
+    """Returns those that could not be read {key: why}."""
+    section, broken = source.config.dataset, {}
 
     def work(missing: dict[str, Shown]) -> None:
         parts = load(["vae"])
@@ -69,7 +70,7 @@ def _encode_references(
         )  # fmt: skip
 
     in_shares(wanted, source.latent_store, wishes, work)
-    return {key for some in wishes.gather(broken) for key in some}
+    return left_out(broken, wishes)
 
 
 def add_samples(source: Source, base: Base, load: Parts, wishes: Wishes) -> None:

@@ -21,7 +21,7 @@ from backend.training.crops import cut, num_cuts
 from backend.training.dataset import Dataset, Item
 from backend.training.edits import check_counts, check_cuts
 from backend.training.prior import add_drawn
-from backend.training.shares import Parts, Wishes, in_shares
+from backend.training.shares import Parts, Wishes, in_shares, left_out
 from backend.training.source import Source
 
 
@@ -109,7 +109,7 @@ def _fill_pictures(source: Source, base: Base, load: Parts, wishes: Wishes) -> N
         broken.update(found)
 
     in_shares({key: where for where, key in source.latents.items()}, source.latent_store, wishes, work)
-    lost = {source.items[number].digest for some in wishes.gather(broken) for number in some}
+    lost = {source.items[number].digest for number in left_out(broken, wishes)}
     _leave_out(source, {number for number, item in enumerate(source.items) if item.digest in lost})
 
 

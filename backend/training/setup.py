@@ -224,7 +224,7 @@ def _wishes(accelerator, reporter: Reporter, *, trains_text: bool, dtype: torch.
     return Wishes(
         trains_text=trains_text, dtype=dtype, rank=accelerator.process_index, processes=accelerator.num_processes,
         wait=accelerator.wait_for_everyone, gather=lambda value: gather(accelerator, value),
-        progress=lambda done, total: reporter.event("phase", name="caching", done=done, total=total),
+        progress=lambda done, total: reporter.event("phase", name="caching", done=done, total=total), note=reporter.note,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ Parts = Callable[..., dict[str, torch.nn.Module]]
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the filling of a cache needs to know: what trains, and how its progress is said."""
+    """What the filling of a cache needs to know: what trains, and how its progress and what is unusual are said."""
 
     trains_text: bool
     dtype: torch.dtype
@@ -23,6 +23,7 @@ class Wishes:
     wait: Callable[[], None]
     gather: Callable[[object], list]
     progress: Callable[[int, int], None]
+    note: Callable[[str], None]
 
 
 def in_shares(wanted: dict, store: Store, wishes: Wishes, work: Callable[[dict], None]) -> None:
@@ -37,3 +38,11 @@ def in_shares(wanted: dict, store: Store, wishes: Wishes, work: Callable[[dict],
         if missing:
             work(missing)
         wishes.wait()
+
+
+def left_out(broken: dict, wishes: Wishes) -> dict:
+    """What could not be read by any process {key: why}; it is said, once for each."""
+    found = {key: why for some in wishes.gather(broken) for key, why in some.items()}
+    for why in dict.fromkeys(found.values()):
+        wishes.note(f"Left out: {why}")
+    return found

@@ -160,6 +160,20 @@ def test_prior_pictures_validation_preflight_and_little_memory(train, events, tm
     assert "validation" in said and said[-1] == "finished"
 
 
+def test_a_picture_that_breaks_off_is_named_or_left_out_with_its_sample(train, events, tmp_path: Path, pairs: Path, capsys):
+    shutil.copytree(pairs, tmp_path / "set")
+    table, torn = tmp_path / "set" / "m.json", tmp_path / "set" / "old_b.jpg"
+    Image.open(pairs / "old_b.png").resize((256, 256)).save(torn)
+    torn.write_bytes(torn.read_bytes()[:-1500])  # its header is whole
+    table.write_text(table.read_text().replace("old_b.png", torn.name))
+    flags = {"dataset": tmp_path / "set", "table": table}
+    assert train(tmp_path / "run", "--max_steps", 1, **flags) == 2
+    assert "old_b.jpg cannot be read" in capsys.readouterr().err
+    assert train(tmp_path / "run", "--max_steps", 1, "--skip_broken_pictures", **flags) == 0
+    notes = [event["message"] for event in events(tmp_path / "run") if event["event"] == "note"]
+    assert sum("Left out" in note and torn.name in note for note in notes) == 1
+
+
 @pytest.mark.parametrize(
     ("model", "flags", "words"),
     [
