@@ -16,7 +16,7 @@ from studio.engine_view import busy, progress_panel
 from studio.form import Form
 from studio.lora_rows import LoraRows
 from studio.pictures import is_inside, keep_input, stamp
-from studio.session import config_from, read_values, request_file, write_values
+from studio.session import config_from, read_values, request_file, settled, write_values
 from studio.studio import Studio
 from studio.use_graph import Use, graph, watched
 
@@ -152,7 +152,7 @@ def view(
         "thumbs": (choice["picture"], stamp(studio.places.outputs), most),
         "busy": busy(snapshot),
         "edited": (str(kept.get("model", "")), tuple(kept.get("edit_images") or ())),
-        "plan": (kept, choice["card"], snapshot.state, plan_panel.answers(studio)),
+        "plan": (kept if "plan" not in seen or settled(request_file(studio.places)) else seen["plan"][0], choice["card"], snapshot.state, plan_panel.answers(studio)),
     }
     fresh = {name for name, value in now.items() if seen.get(name) != value}
     picture = None
@@ -198,6 +198,7 @@ def predicted_bytes(studio: Studio, request: GenerationRequest) -> int:
 
 def plan_of(studio: Studio, request: GenerationRequest, what_if: str) -> str:
     """The estimate for a request; it offers to be made smaller where it does not fit."""
+    request = for_its_model(studio, request)
     try:
         found = plan_panel.estimate(studio, request.model, request, what_if=what_if)
     except Trouble as trouble:

@@ -54,8 +54,7 @@ def _wire_form(studio: Studio, tab: Generate, ui: gr.BrowserState, redraw: Calla
         except OSError:
             return gr.skip(), ""  # the picture it starts from is being replaced; the next change comes soon
         keep(studio, tab, request, values)
-        request = for_its_model(studio, request)
-        wrong = fault_of_edits(studio, request)
+        wrong = fault_of_edits(studio, for_its_model(studio, request))
         return plan_of(studio, request, choice["card"]), faults_style({"edit_images": wrong} if wrong else {}, prefix="set-")
 
     also = (tab.start_picture.change, tab.rows.count.change)

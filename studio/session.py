@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import gradio as gr
@@ -13,6 +14,7 @@ from backend.schema.messages import Trouble
 from backend.schema.places import Places
 from backend.schema.preferences import Preferences
 
+TYPING_SECONDS = 1.5
 # What one browser remembers; anything else is on disk or in the engine's snapshot.
 CHOICES = {"picture": "", "run": "", "lora": "", "card": ""}
 
@@ -20,6 +22,14 @@ CHOICES = {"picture": "", "run": "", "lora": "", "card": ""}
 def browser_choices() -> gr.BrowserState:
     """The picture, run and LoRA chosen in this browser; the tab is remembered by the page's script. The key is fixed so that a restart of the studio keeps them."""
     return gr.BrowserState(dict(CHOICES), storage_key="loft-choices", secret="loft")
+
+
+def settled(path: Path) -> bool:
+    """Whether a form was not edited for a moment: whoever types is answered by the form's own event, and the timer keeps out of the way."""
+    try:
+        return time.time() - path.stat().st_mtime > TYPING_SECONDS
+    except OSError:
+        return True
 
 
 def write_values(path: Path, values: dict) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -16,13 +17,20 @@ from backend.schema.request import GenerationRequest
 from studio.studio import Studio
 
 STARTER = "loft/starter"
+FRESH_SECONDS = 1.0
 
 
 def models(studio: Studio) -> tuple[ModelSpec | Trouble, ...]:
-    """Every model in the configured folders and among the assets; what cannot be read is its Trouble."""
-    preferences = studio.preferences()
-    folders = [ASSETS / "starter", studio.places.models, *map(Path, preferences.model_folders)]
-    return library.scan_models(folders, studio.families, studio.places.cache)
+    """Every model in the configured folders and among the assets; what cannot be read is its Trouble.
+
+    The folders are looked through once a second at most: one keystroke asks several times.
+    """
+    folders = [ASSETS / "starter", studio.places.models, *map(Path, studio.preferences().model_folders)]
+    before, at, found = studio.recent.get("models", ((), 0.0, ()))
+    if before != folders or time.monotonic() - at > FRESH_SECONDS:
+        found = library.scan_models(folders, studio.families, studio.places.cache)
+        studio.recent["models"] = (folders, time.monotonic(), found)
+    return found
 
 
 def loras(studio: Studio) -> tuple[LoraSpec | Trouble, ...]:

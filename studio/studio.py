@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import quote
@@ -23,6 +23,7 @@ class Studio:
     engine: Engine
     families: tuple[ModuleType, ...]
     root_path: str = ""
+    recent: dict = field(default_factory=dict, compare=False)  # what was read of the disk within the last moment
 
     def preferences(self) -> Preferences:
         return read_preferences(self.places)

@@ -15,7 +15,7 @@ from studio import captions, draw, form, plan_panel, presets, run_view
 from studio.asking import Keeping, keeping
 from studio.caption_editor import SCRIPT, editor
 from studio.form import Form
-from studio.session import read_config, training_file, with_known
+from studio.session import read_config, settled, training_file, with_known
 from studio.studio import Studio, live
 from studio.use_graph import Use, graph, watched
 
@@ -249,7 +249,8 @@ def view(studio: Studio, tab: Train, choice: dict, seen: dict, use: Use | None =
     if seen.get("runs") != every:
         out[6] = run_view.runs_list(found, shown=run, now=now)
     config = remembered(studio)
-    plan = (config, choice["card"], plan_panel.answers(studio))
+    asked = config if "plan" not in seen or settled(training_file(studio.places)) else seen["plan"][0]
+    plan = (asked, choice["card"], plan_panel.answers(studio))
     if seen.get("plan") != plan:
         out[7] = plan_of(studio, config, choice["card"])
     return out, watching | {"run": one, "runs": every, "plan": plan}
