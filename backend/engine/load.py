@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -41,16 +41,18 @@ def load_part(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     on_bytes: Callable[[int, int], None] | None = None,
+    maps: Mapping[Path, mmap.mmap] | None = None,
 ) -> torch.nn.Module:
     """The network of `part` with its weights, in eval mode and without gradients.
 
-    `dtype`: of the floating-point parameters; None keeps what is stored. `on_bytes(done, total)` is told of progress.
+    `dtype`: of the floating-point parameters; None keeps what is stored. `on_bytes(done, total)` is told of progress. `maps`: of the part's
+    files (`open_maps`), for whoever lets go of tensors later (`let_go`).
     Peak memory: what is cast or moved, one tensor at a time. Raises Trouble where the file and the class do not agree, and what says that
     memory ran out as it is.
     """
     module = build_meta(part)
     total, done = part.nbytes, 0
-    maps = open_maps(part.files)
+    maps = open_maps(part.files) if maps is None else maps
     own = {*dict(module.named_parameters(remove_duplicate=False)), *dict(module.named_buffers(remove_duplicate=False))}
     for name, at in part.tensors.items():
         if name not in own:  # markers, and what merged files carry along
@@ -63,7 +65,7 @@ def load_part(
         else:
             tensor = tensor.to(device)
         if tensor is not stored:
-            _let_go(at, maps[at.file])
+            let_go(at, maps[at.file])
         assign(module, name, tensor)
         done += at.nbytes
         if on_bytes:
@@ -72,8 +74,11 @@ def load_part(
     return module.eval().requires_grad_(False)
 
 
-def _let_go(at: TensorAt, mapped: mmap.mmap) -> None:
-    """Pages of a tensor that was copied are no longer resident; else file and copy would both count until the load is over."""
+def let_go(at: TensorAt, mapped: mmap.mmap) -> None:
+    """Pages of a tensor that was copied are no longer resident; else file and copy would both count until the mapping is closed.
+
+    What was written to them is lost: for tensors that nobody looks at any more.
+    """
     if hasattr(mapped, "madvise") and hasattr(mmap, "MADV_DONTNEED"):
         first, last = -(-at.start // mmap.PAGESIZE) * mmap.PAGESIZE, at.end // mmap.PAGESIZE * mmap.PAGESIZE
         if last > first:

@@ -15,7 +15,7 @@ from backend.catalog import beside
 from backend.catalog.download import find_model, resolve
 from backend.catalog.identify import identify_files, identify_model
 from backend.catalog.spec import ModelSpec
-from backend.engine.load import load_part
+from backend.engine.load import load_part, open_maps
 from backend.families import FAMILIES, by_name
 from backend.schema.messages import Trouble
 from backend.schema.vram import VramConfig
@@ -99,10 +99,12 @@ def load_parts(
         if kept and name in kept:
             module = frozen.place(base.spec.parts[name], kept[name], device=device, split_bytes=split_bytes)
         elif quantised and name in quantised:
-            module = load_part(base.spec.parts[name], dtype=dtype, device="cpu")
+            spec = base.spec.parts[name]
+            maps = open_maps(spec.files)
+            module = load_part(spec, dtype=dtype, device="cpu", maps=maps)
             if before_rounding:
                 before_rounding(name, module)
-            module = quantise(module, quantised[name], part=name, device=device)
+            module = quantise(module, quantised[name], part=spec, maps=maps, device=device)
         else:
             wanted = torch.float32 if name in trained or name == "vae" else dtype
             module = load_part(base.spec.parts[name], dtype=wanted, device="cpu" if through_ram else device)

@@ -7,14 +7,18 @@ so a resumed run has the same base as before; what is saved is the adapter alone
 from __future__ import annotations
 
 import importlib.util
+import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.nn import Linear
 from torch.nn import functional as F
 
 from backend.catalog.spec import PartSpec
+from backend.engine import memory
+from backend.engine.load import let_go
 from backend.schema.messages import Trouble
 from backend.training.frozen import parts_called
 
@@ -61,6 +65,10 @@ def read_options(
         for part in sorted(parts_called(model.strip(), "quant_options", entries, parts)):
             _check_part(part, name.strip(), method, trained=trained, flowing=flowing)
             found[part] = Quantised(name.strip(), layers)
+    if text and not found:
+        raise Trouble(
+            "bad_value", f"--quant_options is {text!r}, which names no part.", hint="For example dit:int8, or leave it out."
+        )  # fmt: skip
     return found
 
 
@@ -92,27 +100,37 @@ def _check_part(part: str, name: str, method: Method, *, trained: tuple[str, ...
         )  # fmt: skip
 
 
-def quantise(module: torch.nn.Module, how: Quantised, *, part: str, device: torch.device) -> torch.nn.Module:
-    """Rounds the linear layers of `module` in place, each brought to `device` by itself, and then brings the rest there."""
+def quantise(
+    module: torch.nn.Module, how: Quantised, *, part: PartSpec, maps: Mapping[Path, mmap.mmap], device: torch.device
+) -> torch.nn.Module:  # fmt: skip
+    """Rounds the linear layers of `module` in place, each brought to `device` by itself, and then brings the rest there.
+
+    `maps` are those that the module was loaded from: the pages of a layer that was rounded are let go.
+    """
     layers = {name: layer for name, layer in module.named_modules() if type(layer) is Linear}
     for end in how.excluded:
         if not any(_ends(name, end) for name in layers):
             raise Trouble(
-                "bad_value", f"--quant_options leaves out {end!r}, but {part} has no linear layer of that name."
+                "bad_value", f"--quant_options leaves out {end!r}, but {part.name} has no linear layer of that name."
             )
     chosen = [name for name in layers if not any(_ends(name, end) for end in how.excluded)]
     if not chosen:
-        raise Trouble("bad_value", f"The part {part} has no linear layer to quantise (--quant_options).")
+        raise Trouble("bad_value", f"The part {part.name} has no linear layer to quantise (--quant_options).")
     for name in chosen:
         owner, _, leaf = name.rpartition(".")
         try:
             layer = METHODS[how.method].make(layers[name].to(device))
         except (ImportError, NotImplementedError, RuntimeError, AssertionError, ValueError) as error:
             raise Trouble(
-                "not_supported", f"The quantisation {how.method} does not work here for {part}.{name}: {str(error)[:300]}",
+                "not_supported", f"The quantisation {how.method} does not work here for {part.name}.{name}: {str(error)[:300]}",
                 hint="Use int8, or another method.",
             ) from None  # fmt: skip
         setattr(module.get_submodule(owner), leaf, layer)
+        layers[name] = None
+        at = part.tensors.get(f"{name}.weight")
+        if at is not None:
+            let_go(at, maps[at.file])
+    memory.give_back("cpu")
     return module.to(device).requires_grad_(False)
 
 
@@ -125,9 +143,10 @@ class Int8Linear(Linear):
 
     def __init__(self, layer: Linear):
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta", dtype=layer.weight.dtype)
-        weight = layer.weight.detach().float()
-        scale = weight.abs().amax(dim=1, keepdim=True).div_(127).clamp_min_(1e-7).to(layer.weight.dtype)
-        codes = torch.round(weight / scale.float()).clamp_(-128, 127).to(torch.int8)
+        weight = layer.weight.detach().to(torch.float32, copy=True)
+        scale = torch.maximum(weight.amax(dim=1, keepdim=True), -weight.amin(dim=1, keepdim=True))
+        scale = scale.div_(127).clamp_min_(1e-7).to(layer.weight.dtype)
+        codes = weight.div_(scale.float()).round_().clamp_(-128, 127).to(torch.int8)
         self.weight, self.bias = torch.nn.Parameter(codes, requires_grad=False), layer.bias
         self.register_buffer("scale", scale)
 

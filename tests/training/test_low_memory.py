@@ -193,10 +193,38 @@ def test_a_quantised_base_teaches_nearly_what_the_full_one_does(run_training, ev
     assert torch.equal(weights(tmp_path / "rounded"), whole)
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs the kernel's account of pages")
+def test_of_a_quantised_base_the_file_is_not_resident_as_well():
+    from backend.schema.training import ModelSection
+    from backend.training.base import find_base, load_parts
+    from backend.training.quantised import Quantised
+
+    base, cpu = find_base(ModelSection()), torch.device("cpu")
+    spec = base.spec.parts["dit"]
+    asked = {"trained": (), "dtype": torch.bfloat16, "device": cpu, "quantised": {"dit": Quantised("int8")}}
+    before = resident(spec.files[0])
+    module = load_parts(base, ["dit"], **asked)["dit"]
+    held = sum(tensor.nbytes for tensor in [*module.parameters(), *module.buffers()])
+    assert held < 0.6 * spec.nbytes and resident(spec.files[0]) - before < 0.15 * spec.nbytes
+
+
+def resident(file: Path) -> int:
+    """Bytes of `file` that this process has mapped and in RAM."""
+    found, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text(errors="replace").splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            counts = line.endswith(str(file))
+        elif counts and words[0] == "Rss:":
+            found += int(words[1]) * 1024
+    return found
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (("--quant_options", "dit"), "is not `model:method`"),
+        (("--quant_options", ";;"), "is ';;', which names no part"),
         (("--quant_options", "dit:nf5"), "no quantisation method 'nf5'"),
         (("--quant_options", "unet:int8"), "names 'unet', which is no part"),
         (("--quant_options", "dit:int8/no_such"), "leaves out 'no_such'"),
