@@ -118,13 +118,13 @@ def test_two_stages_give_what_one_gives(train, tmp_path: Path, tiny_edit: Path, 
     assert "Name them with --sample_edit_images" in capsys.readouterr().err
 
 
-def test_samples_begin_from_pictures_and_the_lora_changes_what_the_engine_draws(train, events, tmp_path: Path, tiny_edit: Path, pairs: Path):
+def test_samples_begin_from_pictures_and_are_what_the_engine_draws_with_the_lora(train, events, tmp_path: Path, tiny_edit: Path, pairs: Path):
     from backend.catalog.identify import identify_model
     from backend.engine.pipeline import Pipeline
     from backend.families import FAMILIES
     from backend.schema.request import GenerationRequest, LoraUse
 
-    flags = ("--learning_rate", 0.02, "--sample_inference_steps", 2, "--sample_prompts", "make it red\nturn it")
+    flags = ("--learning_rate", 0.02, "--mixed_precision", "no", "--sample_inference_steps", 2, "--sample_prompts", "make it red\nturn it")
     named = f"{pairs / 'wide.png'}, {pairs / 'old_a.png'}"
     assert train(tmp_path / "turn", *flags) == 0 and train(tmp_path / "named", *flags, "--sample_edit_images", named) == 0
     drawn = {}
@@ -137,10 +137,18 @@ def test_samples_begin_from_pictures_and_the_lora_changes_what_the_engine_draws(
     first = next(event["event"] for event in events(tmp_path / "turn") if event["event"] in ("sample", "step"))
     assert first == "sample"  # the first are drawn before the first step
     pipeline = Pipeline(identify_model(tiny_edit, FAMILIES), dtype=torch.float32, device="cpu")
-    request = GenerationRequest(prompt="make it red", edit_images=(str(pairs / "old_a.png"),), width=64, height=64, num_inference_steps=2, guidance=1.0)
+    both = (str(pairs / "wide.png"), str(pairs / "old_a.png"))
+    request = GenerationRequest(prompt="make it red", negative_prompt=" ", edit_images=both, width=64, height=64, num_inference_steps=2,
+                                guidance=3.0, seed=0)  # fmt: skip
     plain = pipeline.generate(request)[0]
-    pipeline.adapters.use([LoraUse(str(tmp_path / "turn" / "step-2.safetensors"))])
-    assert ImageStat.Stat(ImageChops.difference(plain, pipeline.generate(request)[0])).mean != [0, 0, 0]
+    pipeline.adapters.use([LoraUse(str(tmp_path / "named" / "step-2.safetensors"))])
+    assert apart(pipeline.generate(request)[0], drawn["named", "make it red", 2]) < 0.02 < 1 < apart(plain, drawn["named", "make it red", 2])
+    assert apart(plain, drawn["named", "make it red", 0]) < 0.02
+
+
+def apart(one: Image.Image, two: Image.Image) -> float:
+    """Mean difference of two pictures, of 255."""
+    return sum(ImageStat.Stat(ImageChops.difference(one, two)).mean) / 3
 
 
 def test_a_text_encoder_sees_the_pictures_while_it_trains(train, events, tmp_path: Path):
