@@ -29,6 +29,7 @@ FOREIGN = (
     "dataset_metadata_path",
     "output_path",
     "resume_from_checkpoint",
+    "sample_edit_images",
     "model_paths",
     "model",
 )

@@ -13,7 +13,10 @@ from backend.schema.training import TrainingConfig
 
 FOLDER: Path = ASSETS / "presets"
 # What a preset never touches: it says how to train, not what and where.
-KEPT = ("dataset_base_path", "dataset_metadata_path", "name", "trigger_word", "output_path", "sample_prompts")
+KEPT = (
+    "dataset_base_path", "dataset_metadata_path", "data_file_keys", "extra_inputs", "name", "trigger_word", "output_path", "sample_prompts",
+    "sample_edit_images",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,7 @@ def _kind(module: str) -> str:
 def _is_private(name: str) -> bool:
     return name.endswith(("_path", "_paths", "_project")) or name in (
         "prior_prompts",
+        "sample_edit_images",
         "lora_checkpoint",
         "resume_from_checkpoint",
     )

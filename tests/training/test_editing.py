@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from PIL import Image, ImageChops, ImageOps, ImageStat
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.torch
@@ -136,6 +137,8 @@ def test_samples_begin_from_pictures_and_are_what_the_engine_draws_with_the_lora
     assert {drawn["turn", "turn it", 2].size, drawn["named", "turn it", 2].size} == {(64, 64)}
     first = next(event["event"] for event in events(tmp_path / "turn") if event["event"] in ("sample", "step"))
     assert first == "sample"  # the first are drawn before the first step
+    with safe_open(tmp_path / "named" / "step-2.safetensors", "pt") as file:
+        assert "wide.png" not in json.dumps(file.metadata())  # no paths of this machine
     pipeline = Pipeline(identify_model(tiny_edit, FAMILIES), dtype=torch.float32, device="cpu")
     both = (str(pairs / "wide.png"), str(pairs / "old_a.png"))
     request = GenerationRequest(prompt="make it red", negative_prompt=" ", edit_images=both, width=64, height=64, num_inference_steps=2,
