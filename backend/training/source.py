@@ -54,7 +54,7 @@ class Source:
 
     def pixels(self, number: int) -> int:
         """Of all pictures that the network is given for an item."""
-        return sum(height * width for height, width in self.shapes[number])
+        return sum(height * width for height, width in (self.sizes[number], *self.reference_sizes[number]))
 
     def refer(self, view: View, some: Iterable[Shown], key: Callable[[Shown], str]) -> dict[str, Shown]:
         """Notes that `view` is edited from `some`, and returns them by their keys."""
