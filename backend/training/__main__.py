@@ -87,7 +87,7 @@ def run_in(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[s
             from backend.training import ladder
 
             ladder.go_lower(config, argv, reporter)
-            reporter.trouble(ladder.out_of_memory(config))
+            reporter.trouble(ladder.out_of_memory(config, reporter.now))
             return _leave(2)
         what = f"{type(error).__name__}: {error}"
         reporter.trouble(Trouble("fault", f"The run ended by a fault: {what[:500]}.", detail=traceback.format_exc()))
@@ -217,6 +217,7 @@ def _train(config: TrainingConfig, folder: Path, reporter) -> str:
         "started", total_steps=pace.total, epochs=pace.total // pace.per_epoch, model=run.base.spec.title,
         parts=sorted({name.partition(".")[0] for name in run.weights}), pid=os.getpid(),
     )  # fmt: skip
+    reporter.now = "training"  # everything is there
     if config.output.preflight:
         preflight(run)
     reason = train(run)

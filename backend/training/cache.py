@@ -37,10 +37,10 @@ class View(NamedTuple):
 
 
 class Store:
-    """Small dictionaries of tensors by key. `folder` None keeps them in RAM alone, else as files that runs share."""
+    """Small dictionaries of tensors by key. `folder` None keeps them in RAM alone, else as files; `shared`: other runs take them over."""
 
-    def __init__(self, folder: Path | None):
-        self.folder = folder
+    def __init__(self, folder: Path | None, *, shared: bool = False):
+        self.folder, self.shared = folder, shared
         self.near: dict[str, Encoding] = {}
         self.near_bytes = 0
 
@@ -68,10 +68,12 @@ class Store:
         self._keep_near(key, found)
         return found
 
-    def put(self, key: str, encoding: Encoding) -> None:
+    def put(self, key: str, encoding: Encoding, *, exact: bool = True) -> None:
+        """Keeps `encoding`; one that is not `exact` for this run alone."""
         encoding = {name: tensor.detach().cpu().contiguous() for name, tensor in encoding.items()}
-        self._keep_near(key, encoding, always=self.folder is None)
-        if self.folder is None:
+        near = self.folder is None or (self.shared and not exact)
+        self._keep_near(key, encoding, always=near)
+        if near:
             return
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,13 +184,14 @@ def fill_latents(
     items: Sequence[Item],
     sizes: Sequence[tuple[int, int]],
     *,
-    encode: Callable[[torch.Tensor], torch.Tensor],
+    encode: Callable[[torch.Tensor], Iterable[torch.Tensor]],
     workers: int,
     skip_broken: bool,
     progress: Progress,
     zoom: float = 1.0,
+    exact: Callable[[], bool] = lambda: True,
 ) -> dict[int, str]:
-    """Encodes what `store` lacks of `wanted` {key: view}. Returns the items that could not be read, and why."""
+    """Encodes what `store` lacks of `wanted` {key: view}. Returns the items that could not be read, and why. `exact`: of what was encoded."""
     groups: dict[tuple[int, int], list[str]] = defaultdict(list)
     for key, view in wanted.items():
         groups[sizes[view.item]].append(key)
@@ -214,7 +217,7 @@ def fill_latents(
                     broken[wanted[key].item] = trouble.message
             if good:
                 for (key, _), latents in zip(good, encode(torch.stack([pixels for _, pixels in good])), strict=True):
-                    store.put(key, {"latents": latents.float()})
+                    store.put(key, {"latents": latents.float()}, exact=exact())
             done += len(some)
             progress(done, len(wanted))
     return broken
@@ -240,6 +243,7 @@ def fill_references(
     workers: int,
     skip_broken: bool,
     progress: Progress,
+    exact: Callable[[], bool] = lambda: True,
 ) -> dict[str, str]:
     """Encodes the pictures in `wanted` {key: picture}. Returns the keys of those that could not be read, and why."""
     broken: dict[str, str] = {}
@@ -256,7 +260,8 @@ def fill_references(
                 raise picture
             broken[key] = picture.message
         else:
-            store.put(key, {"latents": encode(picture).float()})
+            latents = encode(picture).float()
+            store.put(key, {"latents": latents}, exact=exact())
         progress(done, len(wanted))
     return broken
 

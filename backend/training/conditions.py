@@ -16,6 +16,7 @@ from backend.training.cache import View, fill_references, fill_texts, key_of
 from backend.training.captions import lines_of
 from backend.training.dataset import Item
 from backend.training.edits import Shown, check_counts, open_shown, reference_sizes, sample_pictures, shown, whole
+from backend.training.lower import Fewer, attempt
 from backend.training.samples import EMPTY
 from backend.training.shares import Parts, Wishes, in_shares, left_out
 from backend.training.source import Sample, Source, worded
@@ -58,13 +59,22 @@ def _encode_references(
     def work(missing: dict[str, Shown]) -> None:
         parts = load(["vae"])
 
+        tiled: list[str] = []
+
         @torch.no_grad()
         def encode(picture) -> torch.Tensor:
-            return base.family.encode_references(parts, [picture])[0]
+            found = None if tiled else attempt(lambda: base.family.encode_references(parts, [picture])[0])
+            if found is not None:
+                return found
+            if not tiled:
+                tiled.append("Memory ran out while a picture to edit was encoded; they are encoded in tiles, which other runs do not take over.")
+                wishes.note(*tiled)
+            return base.family.encode_references(parts, [picture], tiled=True)[0]
 
         broken.update(
             fill_references(
                 source.latent_store, missing, encode=encode, workers=section.dataset_num_workers, skip_broken=skip_broken,
+                exact=lambda: not tiled,
                 progress=wishes.progress,
             )
         )  # fmt: skip
@@ -152,7 +162,8 @@ def fill_told(source: Source, base: Base, load: Parts, wishes: Wishes, told: Ite
         def encode(some: list[Told]) -> list[dict]:
             return encode_told(some, parts, source, base)
 
-        fill_texts(source.text_store, missing, encode=encode, progress=wishes.progress, at_once=2 if seeing else 16)
+        fewer = Fewer(encode, wishes.note, what="prompts")
+        fill_texts(source.text_store, missing, encode=fewer, progress=wishes.progress, at_once=2 if seeing else 16)
 
     in_shares({keys[name]: one for name, one in named.items()}, source.text_store, wishes, work)
 

@@ -20,6 +20,7 @@ from backend.training.conditions import add_references, add_samples, fill_told, 
 from backend.training.crops import cut, num_cuts
 from backend.training.dataset import Dataset, Item
 from backend.training.edits import check_counts, check_cuts
+from backend.training.lower import Fewer, Tiled
 from backend.training.prior import add_drawn
 from backend.training.shares import Parts, Wishes, in_shares, left_out
 from backend.training.source import Source
@@ -46,7 +47,7 @@ def prepare_source(
     sizes = [_size(item, section, base, config.training.batch_size) for item in items]
     source = Source(
         items=items, sizes=sizes, latents={}, texts=None, config=config,
-        latent_store=Store(folder and folder / "latents"), text_store=Store(folder and folder / "texts"),
+        latent_store=Store(folder and folder / "latents", shared=shared), text_store=Store(folder and folder / "texts"),
         schedule=schedules(base), reference_sizes=[()] * len(items), processor=processor,
     )  # fmt: skip
     counts = ((item.path.name, len(item.edits)) for item in items)
@@ -98,11 +99,12 @@ def _fill_pictures(source: Source, base: Base, load: Parts, wishes: Wishes) -> N
         weights = next(parts["vae"].parameters())
 
         @torch.no_grad()
-        def encode(pixels: torch.Tensor) -> torch.Tensor:
-            return base.family.encode_image(parts, pixels.to(weights.device, weights.dtype))
+        def encode(pixels: torch.Tensor, *, tiled: bool) -> torch.Tensor:
+            return base.family.encode_image(parts, pixels.to(weights.device, weights.dtype), tiled=tiled)
 
+        each = Tiled(encode, wishes.note)
         found = fill_latents(
-            source.latent_store, missing, source.items, source.sizes, encode=encode,
+            source.latent_store, missing, source.items, source.sizes, encode=Fewer(each, wishes.note, what="pictures"), exact=lambda: each.exact,
             workers=config.dataset.dataset_num_workers, skip_broken=config.dataset.skip_broken_pictures,
             progress=wishes.progress, zoom=config.dataset.crop_zoom,
         )  # fmt: skip

@@ -11,6 +11,7 @@ from backend.training.cache import View, key_of
 from backend.training.captions import lines_of
 from backend.training.conditions import encode_told
 from backend.training.dataset import Item
+from backend.training.lower import Fewer, attempt
 from backend.training.samples import EMPTY, EVERYDAY, EVERYDAY_EDITS, draw_latents, num_at_once
 from backend.training.shares import Parts, Wishes, in_shares
 from backend.training.source import Source
@@ -64,17 +65,23 @@ def _draw_missing(missing: dict, source: Source, base: Base, load: Parts, wishes
     words = {}
     for group in groups:
         words |= zip(group, encode_told(group, parts, source, base), strict=True)
-    keys = list(missing)
-    count = 1 if editing else num_at_once(missing[keys[0]][3])
-    for start in range(0, len(keys), count):
-        some = [missing[key] for key in keys[start : start + count]]
-        latents = draw_latents(
+    def draw(some: list, together: bool = True) -> torch.Tensor:
+        return draw_latents(
             base.family, parts, base.spec.scheduler,
             [source.with_references(words[prompt, references], references) for prompt, _, references, _ in some],
             [source.with_references(words[EMPTY, references], references) for _, _, references, _ in some],
             seeds=[seed for _, seed, _, _ in some], steps=PRIOR_STEPS, guidance=source.config.prior.prior_guidance,
-            size=some[0][3], dtype=wishes.dtype,
+            size=some[0][3], dtype=wishes.dtype, together=together,
         )  # fmt: skip
-        for key, one in zip(keys[start : start + count], latents, strict=True):
+
+    def draw_somehow(some: list) -> torch.Tensor:
+        found = attempt(lambda: draw(some)) if len(some) == 1 else draw(some)
+        return draw(some, together=False) if found is None else found
+
+    keys = list(missing)
+    count = 1 if editing else num_at_once(missing[keys[0]][3])
+    fewer = Fewer(draw_somehow, wishes.note, what="pictures that are trained along")
+    for start in range(0, len(keys), count):
+        for key, one in zip(keys[start : start + count], fewer([missing[key] for key in keys[start : start + count]]), strict=True):
             source.latent_store.put(key, {"latents": one.float()})
         wishes.progress(min(start + count, len(keys)), len(keys))

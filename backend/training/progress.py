@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 
@@ -12,10 +13,12 @@ from backend.training import shards
 from backend.training.adapters import ADAPTER
 from backend.training.batches import Batch
 from backend.training.conditions import encode_told
+from backend.training.lower import attempt
 from backend.training.run import Run
 from backend.training.samples import EMPTY, draw_latents, drawing, save_sample
 from backend.training.source import Sample
 
+T = TypeVar("T")
 VALIDATION_LEVELS = (0.2, 0.5, 0.8, 0.95)  # noise levels; the noise of each picture and level is always the same
 
 
@@ -98,16 +101,21 @@ def _draw_one(run: Run, step: int, number: int, sample: Sample, strength: float,
             towards, away = encode_told(told, parts, source, run.base)
     towards, away = (source.with_references(one, sample.references) for one in (towards, away))
     seed = section.sample_seed + number
-    latents = draw_latents(
-        family, parts, run.base.spec.scheduler, [towards], [away], seeds=[seed], steps=section.sample_inference_steps,
-        guidance=section.sample_guidance, size=sample.size, dtype=run.dtype,
-    )  # fmt: skip
-    if not run.first:
+
+    def draw(together: bool) -> torch.Tensor:
+        return draw_latents(
+            family, parts, run.base.spec.scheduler, [towards], [away], seeds=[seed], steps=section.sample_inference_steps,
+            guidance=section.sample_guidance, size=sample.size, dtype=run.dtype, together=together,
+        )  # fmt: skip
+
+    latents = _on_some_rung(run, draw, step)
+    if not run.first or latents is None:
         return
     path = run.folder / "samples" / f"step-{step:06d}" / name
     settings = {"prompt": prompt, "seed": seed, "step": step, "strength": strength, "run": run.config.output.name}
     try:
-        save_sample(family, parts, latents, path, settings)
+        if _on_some_rung(run, lambda whole: save_sample(family, parts, latents, path, settings, tiled=not whole) or path, step) is None:
+            return
     except Trouble as trouble:
         if trouble.kind not in ("cannot_write", "not_finite"):
             raise
@@ -115,6 +123,23 @@ def _draw_one(run: Run, step: int, number: int, sample: Sample, strength: float,
         return
     shown = prompt if strength == 1.0 else f"{prompt} (strength {strength:g})"
     run.reporter.event("sample", step=step, prompt=shown, path=str(path), strength=strength)
+
+
+def _on_some_rung(run: Run, work: Callable[[bool], T], step: int) -> T | None:
+    """`work(True)`, and where memory runs out `work(False)`, which takes less; None where that is too much as well: a sample is no reason
+    to end a run. Of several processes none may be another's match here, so theirs begin anew."""
+    if run.accelerator.num_processes > 1:
+        return work(True)
+    found = None if run.samples_lower else attempt(lambda: work(True))
+    if found is not None:
+        return found
+    if not run.samples_lower:
+        run.reporter.note("Memory ran out while a sample was drawn; guidance is computed in two passes, and samples are decoded in tiles.", step=step)
+    run.samples_lower = True
+    found = attempt(lambda: work(False))
+    if found is None:
+        run.reporter.note(f"A sample of step {step} is missing: memory ran out. Lower --sample_width and --sample_height.", step=step)
+    return found
 
 
 @torch.no_grad()
@@ -125,11 +150,20 @@ def validation_loss(run: Run) -> float:
         for number in run.aside:
             count = len(VALIDATION_LEVELS)
             places = tuple(-1 - number * count - turn for turn in range(count))
-            material = run.source.material(Batch(items=(number,) * count, places=places), scale=1.0)
-            material.draws.sigma.copy_(torch.tensor(VALIDATION_LEVELS))
-            with run.accelerator.autocast():
-                total += float(run.learner(material.to(run.device), run.config.loss)[1].mean())
+            errors = attempt(lambda: _errors(run, number, places, VALIDATION_LEVELS)) if run.accelerator.num_processes == 1 else None  # noqa: B023
+            if errors is None:
+                each = zip(places, VALIDATION_LEVELS, strict=True)
+                errors = [error for place, level in each for error in _errors(run, number, (place,), (level,))]
+            total += sum(errors) / count
     return total / len(run.aside)
+
+
+def _errors(run: Run, number: int, places: tuple[int, ...], levels: tuple[float, ...]) -> list[float]:
+    """The error of one picture at each of `levels`, with the noise of `places`."""
+    material = run.source.material(Batch(items=(number,) * len(places), places=places), scale=1.0)
+    material.draws.sigma.copy_(torch.tensor(levels))
+    with run.accelerator.autocast():
+        return run.learner(material.to(run.device), run.config.loss)[1].float().tolist()
 
 
 def memory() -> dict[str, int]:

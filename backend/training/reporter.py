@@ -23,6 +23,7 @@ class Reporter:
     def __init__(self, folder: Path, *, silent: bool = False, table: bool = True):
         self.folder, self.silent, self.table = folder, silent, table
         self.boards: list = []
+        self.now = ""  # the phase
         self._spoke, self._began = 0.0, time.time()
         self._lock = threading.Lock()
 
@@ -43,6 +44,7 @@ class Reporter:
         self.say(sentence)
 
     def phase(self, name: str, done: int = 0, total: int = 0) -> None:
+        self.now = name
         self.event("phase", name=name, done=done, total=total)
         if done == 0:
             self.say(f"{name} …")

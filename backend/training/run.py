@@ -41,6 +41,7 @@ class Run:
     device: torch.device
     dtype: torch.dtype
     writer: Writer = field(default_factory=Writer)
+    samples_lower: bool = False  # memory ran out in one, so they are drawn with less
 
     @property
     def first(self) -> bool:

@@ -41,23 +41,24 @@ def draw_latents(
     guidance: float,
     size: tuple[int, int],
     dtype: torch.dtype,
+    together: bool = True,
 ) -> torch.Tensor:
     """Latents (N, C, h, w) of pictures of `size` (height, width), by the same functions as the engine's: one for each encoding and seed, led
-    from the one of `away` in its place."""
+    from the one of `away` in its place. `together`: the halves of guidance in one pass, else in two, for less memory."""
     height, width = size
     device = next(parts["dit"].parameters()).device
     parts = {**parts, "dit": Computing(parts["dit"], dtype)}
     guiding = guidance > 1
-    encodings = [*towards, *away] if guiding else list(towards)
-    condition = family.collate(
-        [changed(one, lambda value: value.to(device, dtype)) for one in encodings], device=device
-    )
+    groups = [towards] if not guiding else [[*towards, *away]] if together else [towards, away]
+    conditions = [
+        family.collate([changed(one, lambda value: value.to(device, dtype)) for one in group], device=device) for group in groups
+    ]
 
     def denoise(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-        if not guiding:
-            return family.predict(parts, x, sigma, condition)
-        halves = family.predict(parts, torch.cat([x, x]), torch.cat([sigma, sigma]), condition)
-        return family.guide(*halves.chunk(2), guidance)
+        if guiding and together:
+            x, sigma = torch.cat([x, x]), torch.cat([sigma, sigma])
+        halves = torch.cat([family.predict(parts, x, sigma, condition) for condition in conditions])
+        return family.guide(*halves.chunk(2), guidance) if guiding else halves
 
     shape = family.latent_shape(width, height)
     x = torch.cat([noise(shape, torch.Generator().manual_seed(seed), device=device, dtype=dtype) for seed in seeds])
@@ -83,9 +84,9 @@ class Computing:
 
 
 @torch.no_grad()
-def save_sample(family: ModuleType, parts: dict, latents: torch.Tensor, path: Path, settings: dict) -> None:
+def save_sample(family: ModuleType, parts: dict, latents: torch.Tensor, path: Path, settings: dict, *, tiled: bool = False) -> None:
     weights = next(parts["vae"].parameters())
-    pixels = family.decode(parts, latents.to(weights.device, weights.dtype))
+    pixels = family.decode(parts, latents.to(weights.device, weights.dtype), tiled=tiled)
     save_png(to_picture(pixels[0]), path, settings)
 
 

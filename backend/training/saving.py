@@ -10,6 +10,7 @@ from backend.schema.knobs import to_values
 from backend.schema.messages import Trouble
 from backend.training import shards
 from backend.training.checkpoint import State, list_states, prune_states, random_state, save_result, save_state
+from backend.training.lower import attempt
 from backend.training.results import result_metadata, result_tensors
 from backend.training.run import Run, gather
 from backend.training.writer import fits_beside, in_ram, nbytes
@@ -27,7 +28,8 @@ def save(run: Run, name: str, *, step: int, epoch: int, wait: bool) -> None:
     if run.first or shards.asked():  # weights that are spread are put together by all
         state, result = _state(run, step, states), _result(run)
         beside = not wait and fits_beside(nbytes(state.tensors(), elsewhere=True) * 2)
-        state = _in_ram(state) if beside else state
+        copied = attempt(lambda: _in_ram(state)) if beside else None  # no room after all: what is saved is waited for
+        beside, state = copied is not None, copied or state
     if run.first:
         run.writer.start(lambda kept: _write(run, name, result, state, epoch=epoch, kept=kept))
         if not beside:
