@@ -99,7 +99,11 @@ def _memory_words(memory: dict) -> str:
         for name, key in (("card", "device_bytes"), ("RAM", "ram_bytes"))
         if isinstance(memory.get(key), int | float) and memory.get(key)
     ]
-    return ", ".join(f"{size_words(value)} {name}" for name, value in said)
+    words = ", ".join(f"{size_words(value)} {name}" for name, value in said)
+    measured, predicted = memory.get("measured_bytes"), memory.get("predicted_bytes")
+    if not (isinstance(measured, int) and isinstance(predicted, int)):
+        return words
+    return f"{words}; tensors at most {size_words(measured)}, predicted {size_words(predicted)}".removeprefix("; ")
 
 
 def _resumed_words(run: Run) -> str:

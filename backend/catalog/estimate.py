@@ -51,6 +51,8 @@ class Work:
     caches: bool = True  # encodings are computed once, encoders leave before the first step
     decoder_dtype: str = "bfloat16"
     total_steps: int = 1
+    saved_number_bytes: int = 2  # of a result
+    idle_numel: int = 0  # of those that train, what gets no gradient
     can: frozenset[str] = TRAINING_RUNGS  # knobs that the trainer has
 
 
@@ -88,9 +90,10 @@ class Fixed:
     pool: str = "expandable"  # which allocator: "native" where segments cannot grow (Windows)
     converts: bool = True  # 16-bit convolutions copy what they read and write into another layout (cuDNN)
     learnt_bytes: int = 0  # measured minus predicted, on this device and family
+    on_cpu: bool = False  # whose kernels and attention run
 
 
-CPU_FIXED = Fixed(context_low_bytes=0, context_high_bytes=0, workspace_bytes=0, ram_bytes=500 * MIB, converts=False)
+CPU_FIXED = Fixed(context_low_bytes=0, context_high_bytes=0, workspace_bytes=0, ram_bytes=500 * MIB, converts=False, on_cpu=True)
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,13 @@ class Working:
 
 def evaluate(form: dict, point: dict) -> float:
     """The value of a closed form: the greatest of its sums."""
-    values = [math.prod([point[letter] for letter in name if letter != "1"]) for name in form["features"]]
-    return max(sum([a * b for a, b in zip(piece, values)]) for piece in form["pieces"])
+    return greatest(form["features"], form["pieces"], point)
+
+
+def greatest(features: list[str], pieces: list, point: dict) -> float:
+    """The greatest of sums over products of variables; each letter of a feature is one."""
+    values = [math.prod([point[letter] for letter in name if letter != "1"]) for name in features]
+    return max(sum([a * b for a, b in zip(piece, values)]) for piece in pieces)
 
 
 def point_of(sizes: ModelSizes, work: Work) -> dict:
@@ -119,7 +127,7 @@ def point_of(sizes: ModelSizes, work: Work) -> dict:
     text = -(-work.text_tokens // multiple) * multiple
     passes = work.batch if work.targets else 2 if work.guidance else 1
     pixels = work.width * work.height * (work.frames if geometry["video"] else 1)
-    return {"h": h, "w": w, "f": f, "n": max(tokens, 1), "t": text, "b": passes, "r": work.rank, "pixels": pixels}
+    return {"h": h, "w": w, "f": f, "n": max(tokens, 1), "t": text, "s": max(tokens, 1) + text, "b": passes, "r": work.rank, "pixels": pixels}
 
 
 def denoise(part: PartSizes, point: dict, work: Work, fixed: Fixed) -> Working:

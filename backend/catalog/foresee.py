@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backend.catalog import estimate
+from backend.catalog import estimate, training
 from backend.catalog.estimate import DENOISERS, FP8, Fixed, PartLayout, Work, on_card, point_of
+from backend.catalog.options import Terms
 from backend.catalog.sizes import ModelSizes
+from backend.catalog.speed import Speed
+from backend.catalog.work import work_of_training
 from backend.schema.vram import DISK, VramPlan
 
 
@@ -60,3 +63,20 @@ def _weights(layouts: dict[str, PartLayout], sizes: ModelSizes, active: set[str]
         weights, buffers = on_card(part, layout, name in active, dtype)
         held, staging = held + weights, max(staging, buffers)
     return held + staging
+
+
+def run_bytes(config, sizes: ModelSizes, fixed: Fixed, **known) -> dict[str, int]:
+    """Phase -> bytes of tensors alive at once on the device in a run of `config` as it is: of its step's moments, a sample, a save.
+
+    `known`: fields of `Work` that the run has found out (`width`, `text_tokens`, ...).
+    """
+    work, own = work_of_training(config, sizes)
+    work = replace(work, **known)
+    storages, homes = (work.computing, FP8), (DISK,) if fixed.on_cpu else ("ram", DISK)
+    terms = Terms(sizes, work, point_of(sizes, work), Speed(1e12, 1e10, 1e9, 1e11), fixed, 2**60, homes, storages)
+    beside = () if work.caches else terms.encoders
+    option = min(training.step_options(terms, own, beside=beside), key=lambda one: (one.lossy, len(one.rungs)))
+    found = {}
+    for phase in option.phases:
+        found |= phase.moments or {phase.name: phase.live_bytes}
+    return found

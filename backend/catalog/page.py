@@ -11,7 +11,6 @@ from backend.catalog.sizes import ModelSizes, sizes_of
 from backend.catalog.spec import ModelSpec
 from backend.catalog.speed import what_if
 from backend.schema.preferences import Preferences
-from backend.schema.request import GenerationRequest
 from backend.schema.vram import GIB, Card, VramPlan
 
 WHAT_IF_GIB = (8, 12, 16, 24, 48, 80)
@@ -111,8 +110,7 @@ def _last_time(user: Path, card: Card, sizes: ModelSizes, job) -> str:
     """Of the latest job of this kind on this device, if there was one: the most bytes of tensors alive at once."""
     if not card.measured:
         return ""
-    kind = learnt.kind_of(job) if isinstance(job, GenerationRequest) else learnt.TRAINING
-    found = learnt.last(user / "measured.json", card, sizes.family, kind)
+    found = learnt.last(user / "measured.json", card, sizes.family, learnt.kind_of(job))
     return f"Last time: predicted {_size(found[0])}, measured {_size(found[1])}." if found else ""
 
 

@@ -29,7 +29,7 @@ from backend.schema.request import GenerationRequest
 from backend.schema.training import TrainingConfig
 from backend.schema.vram import DISK, GIB, Card, VramConfig, VramPlan
 
-ORDER = ("cache text", "cache pictures", "text", "encode", "denoise", "decode", "step", "sample")
+ORDER = ("cache text", "cache pictures", "text", "encode", "denoise", "decode", "step", "sample", "save")
 RAM_SHARE = 0.9  # of the free RAM may hold weights
 
 
@@ -42,11 +42,12 @@ def plan(
     speed: Speed | None = None,
     fixed: Fixed | None = None,
     folder: Path | None = None,
+    known: dict | None = None,
 ) -> VramPlan:
     """How `job` (a request, a `TrainingConfig`, or a `Work`) is best done with this model on this card.
 
-    `spec` may be the name of a published model. `speed` and `fixed` are what is known of the machine (`speed_of`, `learnt.fixed_of`);
-    `folder` holds tables traced here. Never refuses: where nothing fits, `fits` is False and `advice` says what would help most.
+    `spec` may be the name of a published model. `speed` and `fixed` are what is known of the machine (`speed_of`, `learnt.corrected`);
+    `folder`: tables traced here; `known`: of `Work`, found by a run. Never refuses: where nothing fits, `advice` says what would help most.
     """
     sizes = spec if isinstance(spec, ModelSizes) else sizes_of(spec, folder=folder)
     preferences = preferences or Preferences()
@@ -57,6 +58,7 @@ def plan(
         work = job
     else:
         work, own = work_of_training(job, sizes)
+    work = replace(work, **(known or {}))
     terms = _terms(sizes, work, card, preferences, speed or speed_of(card), fixed or fixed_of(card))
     groups = training.groups(terms, own) if work.targets else generation_groups(terms)
     best, fits, verdict = _choose(groups, terms, card)
@@ -233,13 +235,11 @@ def _limit(layout: Layout, terms: Terms) -> float | None:
 
 def plan_here(spec, card: Card, job, preferences: Preferences | None, *, user: Path) -> VramPlan:
     """`plan` with what was measured on this machine: calibration and peaks in the folder `user`, traced tables beside them."""
-    sizes = spec if isinstance(spec, ModelSizes) else sizes_of(spec, folder=user / "memory")
-    fixed = learnt.corrected(fixed_of(card), card, sizes.family, user / "measured.json")
-    found = plan(sizes, card, job, preferences, speed=speed_of(card, user / "calibration.json"), fixed=fixed)
-    if isinstance(job, GenerationRequest):
-        seconds = learnt.seconds_of(user / "measured.json", card, sizes.family, learnt.kind_of(job))
-        return replace(found, seconds=seconds or found.seconds)
-    return found
+    sizes, file = spec if isinstance(spec, ModelSizes) else sizes_of(spec, folder=user / "memory"), user / "measured.json"
+    fixed = learnt.corrected(fixed_of(card), card, sizes.family, file, kind=learnt.kind_of(job))
+    speed, known = speed_of(card, user / "calibration.json"), learnt.known_of(file, card, sizes.family, job)
+    found = plan(sizes, card, job, preferences, speed=speed, fixed=fixed, known=known)
+    return replace(found, seconds=learnt.seconds_of(file, card, sizes.family, learnt.kind_of(job)) or found.seconds)
 
 
 def main(argv: list[str] | None = None) -> None:

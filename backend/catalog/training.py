@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from backend.catalog import estimate, options
-from backend.catalog.estimate import Layout, PartLayout, Working
+from backend.catalog import cpu_runs, estimate, options
+from backend.catalog.estimate import Layout, PartLayout, Work, Working
 from backend.catalog.options import FP8, Option, Terms
 from backend.catalog.sizes import PartSizes
 
 MOMENTS_8BIT = 2.1  # bytes for each trained number: two moments and their scales
+MATERIAL_BYTES = 512  # of a token's latents and noise, which a step keeps
 CPU_UPDATE_BYTES = 20e9  # of RAM that an update on the CPU goes through, a second
 
 
@@ -85,25 +86,66 @@ def _taken(own: Layout, layout: Layout) -> tuple[str, ...]:
 
 def _step(terms: Terms, layout: Layout, kept: PartLayout, rungs, lossy: int, beside) -> Option:
     part, work, fixed = terms.denoisers[0], terms.work, terms.fixed
-    working, ends, checkpoints = estimate.step(part, terms.point, work, layout, fixed)
-    numel, grads = work.trained_numel, 4 * work.trained_numel
-    state = 0 if layout.states_in_ram else int(layout.state_bytes * numel)
-    updating = 0 if layout.states_in_ram else 4 * numel  # the square roots of the second moments, all at once
-    working = _least_beside(working, ends, updating, 0 if work.accumulates else grads)
+    numel, grads = work.trained_numel, _gradient_bytes(work)
+    here = fixed.on_cpu or not layout.states_in_ram  # on a CPU the optimizer's RAM is where all else is
+    state = int(layout.state_bytes * (numel - work.idle_numel)) + (4 * numel if layout.states_in_ram else 0) if here else 0
+    working, checkpoints, moments = _working(terms, layout)
     whole = part.numel * 4 if work.targets == "full" and part.name in work.trained else None
-    adapter = (0 if whole else 4 * numel) + grads + state
+    trained = (0 if whole else 4 * numel) + state
     held, staging = (whole, 0) if whole else estimate.on_card(part, kept, True, work.computing)
-    weights = {part.name: held} | {one.name: one.bytes(work.computing, work.computing) for one in beside}
+    weights = {part.name: held + (part.table.get("tables", 0) if whole else 0)}
+    weights |= {one.name: one.bytes(work.computing, work.computing) for one in beside}
+    if work.samples and "vae" in terms.sizes.parts:  # it stays for the next sample
+        weights["vae"] = terms.sizes.parts["vae"].bytes(work.decoder_dtype, work.decoder_dtype)
     ram = estimate.off_card(part, kept, work.computing)
     ram += checkpoints if layout.checkpoints_in_ram else 0
     ram += int(layout.state_bytes * numel) + grads if layout.states_in_ram else 0
     phases = [estimate.phase(
-        "step", weights, working, fixed, staging=staging, adapter=adapter, ram=ram,
+        "step", weights, working, fixed, staging=staging, adapter=trained + grads, ram=ram,
         seconds=_seconds(terms, layout, kept, checkpoints),
     )]  # fmt: skip
+    around = phases[0].live_bytes - working.live - grads
+    phases[0] = replace(phases[0], moments={name: max(0, around + more) for name, more in moments.items()})
     if work.samples:
-        phases.append(_sample(terms, weights, staging, adapter))
+        phases.append(_sample(terms, weights, staging, trained))
+    phases.append(_save(terms, weights, staging, trained))
     return Option(replace(layout, parts={part.name: kept}), tuple(phases), tuple(rungs), lossy, ram)
+
+
+def _working(terms: Terms, layout: Layout) -> tuple[Working, int, dict[str, int]]:
+    """What a step takes beside weights, gradients and states; bytes of checkpoints among it; and of each of its moments, gradients included."""
+    part, work, grads = terms.denoisers[0], terms.work, _gradient_bytes(terms.work)
+    if terms.fixed.on_cpu and (found := cpu_runs.step(part, terms.point, work, layout)) is not None:
+        earlier = grads if work.accumulates else 0
+        update = 8 * largest_trained(part, work) + MATERIAL_BYTES * terms.point["b"] * terms.point["n"]
+        moments = {
+            "forward": found["forward"] + earlier, "backward": max(found["begins"] + earlier, found["ends"]),
+            "optimizer": grads + update,
+        }  # fmt: skip
+        more = max(max(moments.values()) - grads, 0)
+        return Working(more, more, more), 0, moments
+    working, ends, checkpoints = estimate.step(part, terms.point, work, layout, terms.fixed)
+    updating = 0 if layout.states_in_ram else 4 * work.trained_numel  # the square roots of the second moments, all at once
+    begins = max(working.live - (0 if work.accumulates else grads), 0)
+    moments = {"forward": begins + grads, "backward": max(begins, ends) + grads, "optimizer": grads + updating}
+    return _least_beside(working, ends, updating, 0 if work.accumulates else grads), checkpoints, moments
+
+
+def _gradient_bytes(work: Work) -> int:
+    return 4 * (work.trained_numel - work.idle_numel)
+
+
+def largest_trained(part: PartSizes, work: Work) -> int:
+    """Numbers of the largest tensor that trains; an optimizer on a CPU updates one after the other."""
+    if work.targets == "full":
+        return part.largest_matrix
+    return work.rank * max((max(rows, columns) for rows, columns, _ in part.linears.values()), default=0)
+
+
+def _save(terms: Terms, weights: dict[str, int], staging: int, trained: int):
+    """The result is put together in RAM, where a CPU computes too; states are written from where they are."""
+    result = terms.work.saved_number_bytes * terms.work.trained_numel if terms.fixed.on_cpu else 0
+    return estimate.phase("save", weights, Working(result, result, result), terms.fixed, staging=staging, adapter=trained)
 
 
 def _least_beside(working: Working, ends: int, updating: int, later: int) -> Working:
@@ -132,11 +174,13 @@ def _sample(terms: Terms, weights: dict[str, int], staging: int, adapter: int):
     """A picture between steps: no gradients matter, the VAE is there too (in float32, as the trainer keeps it)."""
     work, fixed = terms.work, terms.fixed
     vae = terms.sizes.parts.get("vae")
-    point = {**terms.point, "b": 2 if work.guidance else 1}
-    working = estimate.denoise(terms.denoisers[0], point, work, fixed)
+    pictures = 2 if work.guidance else 1
+    point = {**terms.point, "b": pictures}
+    own = cpu_runs.sample(terms.denoisers[0], terms.point, work, pictures) if fixed.on_cpu else None
+    working = estimate.denoise(terms.denoisers[0], point, work, fixed) if own is None else Working(own, own, own)
     if vae is not None:
         weights = weights | {"vae": vae.bytes(work.decoder_dtype, work.decoder_dtype)}
-        working = max(working, estimate.decode(vae, point, work.decoder_dtype, fixed), key=lambda one: one.likely)
+        working = max(working, estimate.decode(vae, {**point, "b": 1}, work.decoder_dtype, fixed), key=lambda one: one.likely)
     return estimate.phase("sample", weights, working, fixed, staging=staging, adapter=adapter)
 
 

@@ -91,6 +91,8 @@ def work_of_training(config, sizes: ModelSizes) -> tuple[Work, Layout]:
         caches="text_encoder" not in (*full, base),
         decoder_dtype="float32",
         total_steps=values.get("max_steps") or 1000,
+        idle_numel=idle_numel(part, () if full else lora_targets(part, values["lora_target_modules"]), values["lora_rank"]),
+        saved_number_bytes=4 if values.get("save_dtype") == "float32" else 2,
         can=(TRAINING_RUNGS & values.keys()) - ({"enable_model_cpu_offload"} if _quantises_denoiser(values) else set()),
     )
     return work, _own_layout(values)
@@ -125,17 +127,27 @@ def lora_size(part: PartSizes, wanted: str, rank: int) -> tuple[str, int]:
 
     As `lora_target_modules`: ends of names, a regular expression, "all-linear", the name of a set, or "" for those that are usual.
     """
-    facts = published()["networks"].get(part.kind, {})
-    sets, wanted = facts.get("lora", {}), wanted.strip()
-    named = facts.get("means", {}).get(wanted, wanted)
-    if named in ("", "all-linear"):
-        ends = None
-    else:
-        ends = sets.get(named) or [end.strip() for end in named.split(",") if end.strip()]
-    chosen = [name for name in part.linears if ends is None or _targeted(name, wanted, ends)]
+    sets, chosen = published()["networks"].get(part.kind, {}).get("lora", {}), lora_targets(part, wanted)
     numel = sum(rank * (rows + columns) * count for rows, columns, count in map(part.linears.get, chosen))
     holding = [name for name, inside in sets.items() if all(_targeted(one, "", inside) for one in chosen)]
     return min(holding, key=lambda name: len(sets[name]), default="all"), numel
+
+
+def lora_targets(part: PartSizes, wanted: str) -> list[str]:
+    """The kinds of modules (names without the numbers of blocks) that `wanted` names."""
+    facts, wanted = published()["networks"].get(part.kind, {}), wanted.strip()
+    named = facts.get("means", {}).get(wanted, wanted)
+    ends = None
+    if named not in ("", "all-linear"):
+        ends = facts.get("lora", {}).get(named) or [end.strip() for end in named.split(",") if end.strip()]
+    return [name for name in part.linears if ends is None or _targeted(name, wanted, ends)]
+
+
+def idle_numel(part: PartSizes, targets, rank: int) -> int:
+    """Numbers that train and never get a gradient: of the last block's modules whose results nothing reads. Without `targets` all train."""
+    ends = published()["networks"].get(part.kind, {}).get("idle", ())
+    idle = [name for name in targets or part.linears if _targeted(name, "", ends)]
+    return sum(rank * (rows + columns) if targets else rows * (columns + 1) for rows, columns, _ in map(part.linears.get, idle))
 
 
 def _targeted(name: str, wanted: str, ends) -> bool:

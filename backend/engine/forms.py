@@ -13,34 +13,43 @@ import math
 import numpy
 
 from backend.engine import pool
-from backend.engine.tape import Tape, peak
+from backend.engine.tape import Tape, live, peak
 
 TOLERANCE = 0.002
 ROUNDING = 2**16  # bytes: each block is rounded up, which shows in tiny models alone
 
 
 def features(names: list[str], point: dict) -> list[float]:
-    """Values of products such as "1", "n", "bn", "nn" at `point`; each letter is a variable."""
-    return [math.prod(point[letter] for letter in name if letter != "1") for name in names]
+    """Values of products such as "1", "n", "bn", "nn" at `point`; each letter is a variable, and s is n + t."""
+    return [math.prod(letter_of(point, letter) for letter in name if letter != "1") for name in names]
 
 
-def fit(names: list[str], points: list[dict], tapes: list[Tape], span: dict[str, tuple[float, float]]) -> dict:
+def letter_of(point: dict, letter: str) -> float:
+    return point["n"] + point["t"] if letter == "s" else point[letter]
+
+
+def fit(
+    names: list[str], points: list[dict], tapes: list[Tape], span: dict[str, tuple[float, float]], *,
+    section: tuple[str, str] | None = None,
+) -> dict:  # fmt: skip
     """The closed form of the stage whose `tapes` were taken at `points`; exact within `span` (variable -> least, greatest).
 
-    Raises ValueError where the tapes are not the same events, or are not sums of `names`.
+    `section`: of the events between these two marks alone ("": the beginning). Raises ValueError where the tapes are not the same
+    events, or are not sums of `names`.
     """
-    events = [tape.events for tape in tapes]
+    events = [_settled(tape.events) for tape in tapes]
     if any(one != events[0] for one in events):
         raise ValueError(f"The order of events depends on the point: {[len(one) for one in events]} events.")
     matrix = numpy.array([features(names, point) for point in points], dtype=float)
     sizes = numpy.array([tape.sizes for tape in tapes], dtype=float)
     coefficients, *_ = numpy.linalg.lstsq(matrix / matrix.max(0), sizes, rcond=None)
     coefficients /= matrix.max(0)[:, None]
-    alive = _running_sums(tapes[0], coefficients.T)
-    pieces = _prune(names, alive, span)
+    marks = tapes[0].marks | {"": 0}
+    inside = slice(marks[section[0]], marks[section[1]]) if section else slice(None)
+    pieces = _prune(names, _running_sums(events[0], coefficients.T)[inside], span)
     form = {"features": names, "pieces": [[_tidy(value) for value in piece] for piece in pieces]}
     for point, tape in zip(points, tapes, strict=True):
-        highest = peak(tape)
+        highest = max(itertools.islice(live(tape), inside.start, inside.stop), default=0)
         off = abs(evaluate(form, point) - highest)
         if off > max(5 * TOLERANCE * highest, ROUNDING):
             raise ValueError(f"Bytes are not sums of {names}: {off / highest:.2%} off at a traced point.")
@@ -89,8 +98,14 @@ def pools(tapes: list[Tape]) -> dict[str, float]:
     return {name: round(max(values), 3) for name, values in found.items()}
 
 
-def _running_sums(tape: Tape, coefficients: numpy.ndarray) -> numpy.ndarray:
-    rows = [coefficients[event] if event >= 0 else -coefficients[~event] for event in tape.events]
+def _settled(events: list[int]) -> list[int]:
+    """`events` with what ends at one moment in a fixed order: autocast drops its copies of weights in an order of chance."""
+    moments = itertools.groupby(events, key=lambda event: event < 0)
+    return [event for ends, some in moments for event in (sorted(some) if ends else some)]
+
+
+def _running_sums(events: list[int], coefficients: numpy.ndarray) -> numpy.ndarray:
+    rows = [coefficients[event] if event >= 0 else -coefficients[~event] for event in events]
     return numpy.cumsum(numpy.array(rows), axis=0)
 
 

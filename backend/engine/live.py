@@ -8,8 +8,9 @@ has the libraries in it, and pages that the system's allocator keeps.
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,21 +24,32 @@ STEPS_SEEN = 2  # of the steps of a picture; the first may fill tables that the 
 def weight_bytes(modules: Mapping[str, object], device: torch.device) -> int:
     """Bytes of the parameters and buffers of `modules` that lie on `device`, and in RAM of the buffers that blocks are fetched into
     (they are mappings there, which no operation makes)."""
-    return sum(_of_module(module, device) for module in modules.values() if isinstance(module, torch.nn.Module))
+    return _staging_bytes(modules, device) + _sum(_weights(modules, device), device)
 
 
-def _of_module(module: torch.nn.Module, device: torch.device) -> int:
+def _weights(modules: Mapping[str, object], device: torch.device) -> list[torch.Tensor]:
+    return [one for module in modules.values() if isinstance(module, torch.nn.Module) for one in _of_module(module, device)]
+
+
+def _of_module(module: torch.nn.Module, device: torch.device) -> list[torch.Tensor]:
     placed = placement.of(module)
     if placed is None or placed.states.resident:
-        return _sum((*module.parameters(), *module.buffers(), *stages.tables(module)), device)
+        return [*module.parameters(), *module.buffers(), *stages.tables(module)]
     stored = [unit.stored.tensors for unit in placed.units if unit.stored and unit.stored.state.device == device]
-    fetched = placed.motion.staging_bytes() if device.type == "cpu" else 0
-    return fetched + _sum((*stages.tables(module), *(tensor for tensors in stored for tensor in tensors)), device)
+    trained = [weight for weight in module.parameters() if weight.requires_grad]  # adapters, which no placement moves
+    return [*stages.tables(module), *trained, *(tensor for tensors in stored for tensor in tensors)]
 
 
-def _sum(tensors, device: torch.device) -> int:
-    """Bytes of `tensors` on `device`, each place once."""
-    return sum({one.data_ptr(): one.nbytes for one in tensors if one.device == device}.values())
+def _staging_bytes(modules: Mapping[str, object], device: torch.device) -> int:
+    placed = [placement.of(module) for module in modules.values() if isinstance(module, torch.nn.Module)]
+    away = [one for one in placed if one is not None and not one.states.resident]
+    return sum(one.motion.staging_bytes() for one in away) if device.type == "cpu" else 0
+
+
+def _sum(tensors: Iterable[torch.Tensor], device: torch.device, *, but: Mapping[int, object] | None = None) -> int:
+    """Bytes of `tensors` on `device`, each place once, without storages in `but`."""
+    here = [one for one in tensors if one.device == device and one.untyped_storage()._cdata not in (but or {})]
+    return sum({one.data_ptr(): one.nbytes for one in here}.values())
 
 
 def adapter_bytes(modules: Mapping[str, object]) -> int:
@@ -79,10 +91,16 @@ def measuring(pipeline, *, known_bytes: int = 0, looks: bool = True) -> Iterator
 
 
 class Measure:
-    """The highest live bytes of each phase of a job. Enter a phase by `phase(name)`, call `step()` after each step, `end()` at the end."""
+    """The highest live bytes of each phase of a job. Enter a phase by `phase(name)`, call `step()` after each step, `end()` at the end.
 
-    def __init__(self, modules: Mapping[str, object], device: torch.device | str, *, known_bytes: int = 0, looks: bool = True):
-        self.modules, self.device = modules, torch.device(device)
+    `beside` gives tensors that lie there besides those of `modules` and were made while nobody looked, such as an optimizer's state.
+    """
+
+    def __init__(
+        self, modules: Mapping[str, object], device: torch.device | str, *, known_bytes: int = 0, looks: bool = True,
+        beside: Callable[[], Iterable[torch.Tensor]] = tuple,
+    ):  # fmt: skip
+        self.modules, self.device, self.beside = modules, torch.device(device), beside
         self.by_phase: dict[str, int] = {}
         self._name, self._kept_bytes, self._steps = "", 0, 0
         counts = self.device.type != "cpu" and hasattr(torch.get_device_module(self.device), "max_memory_allocated")
@@ -139,7 +157,9 @@ class Measure:
     def _kept(self) -> int:
         """Of weights and LoRAs; blocks that stay come when they are first used."""
         if self._seen.watching:
-            self._kept_bytes = max(self._kept_bytes, weight_bytes(self.modules, self.device) + adapter_bytes(self.modules))
+            tensors = [*_weights(self.modules, self.device), *self.beside()]
+            kept = _staging_bytes(self.modules, self.device) + adapter_bytes(self.modules)
+            self._kept_bytes = max(self._kept_bytes, kept + _sum(tensors, self.device, but=self._seen.alive))
         return self._kept_bytes
 
 
@@ -150,7 +170,8 @@ class _Seen(TorchDispatchMode):
         super().__init__()
         self.device, self.watching = device, False
         self.now = self.highest = 0
-        self._alive: dict[int, tuple[weakref.ref, int]] = {}
+        self.alive: dict[int, tuple[weakref.ref, int]] = {}  # by storage
+        self._lock = threading.RLock()  # what one thread made another may drop
 
     def watch(self) -> None:
         if not self.watching:
@@ -169,7 +190,7 @@ class _Seen(TorchDispatchMode):
             if not isinstance(one, torch.Tensor) or one.device != self.device:
                 continue
             storage = one.untyped_storage()
-            if storage._cdata not in self._alive:
+            if storage._cdata not in self.alive:
                 given = given or set(_storages(args))
                 if storage._cdata not in given:  # else a view of what was there before
                     self._made(storage)
@@ -177,12 +198,14 @@ class _Seen(TorchDispatchMode):
 
     def _made(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
-        self._alive[key] = weakref.ref(storage, lambda _: self._dropped(key)), nbytes
-        self.now += nbytes
-        self.highest = max(self.highest, self.now)
+        with self._lock:
+            self.alive[key] = weakref.ref(storage, lambda _: self._dropped(key)), nbytes
+            self.now += nbytes
+            self.highest = max(self.highest, self.now)
 
     def _dropped(self, key: int) -> None:
-        self.now -= self._alive.pop(key)[1]
+        with self._lock:
+            self.now -= self.alive.pop(key)[1]
 
 
 def _storages(value) -> Iterator[int]:

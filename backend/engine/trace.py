@@ -8,7 +8,6 @@ models are facts in `assets/memory/published.json`.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
@@ -18,15 +17,13 @@ from pathlib import Path
 import torch
 
 from backend.catalog.sizes import fingerprint
-from backend.engine import forms, stages
+from backend.engine import cpu_forms, forms, shallow, stages, step_forms
 from backend.engine.tape import Tape, fakes
 from backend.schema.places import ASSETS
 
 MEMORY = ASSETS / "memory"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-TOKENS = {"n": (64, 65536), "t": (8, 2048)}
 CELLS = {"h": (8, 512), "w": (8, 512)}
-RANK = 16  # of the adapters that are traced; their inner activations grow with it
 
 
 def published() -> dict:
@@ -34,9 +31,11 @@ def published() -> dict:
     return json.loads((MEMORY / "published.json").read_text(encoding="utf-8"))
 
 
-def table(network: str, config: dict, *, facts: dict, dtypes: tuple[str, ...] = ("bfloat16",), like: dict | None = None) -> dict:
+def table(
+    network: str, config: dict, *, facts: dict, dtypes: tuple[str, ...] = ("bfloat16",), like: dict | None = None, cpu: bool = False,
+) -> dict:  # fmt: skip
     """Sizes and closed forms of one network. `facts`: the `networks` of `published`. `like`: the table of a network that
-    trains with the same bytes, whose forms of a training step are taken over."""
+    trains with the same bytes, whose forms of a training step are taken over. `cpu`: also the forms of a run on a CPU."""
     kind = network.rpartition(":")[2]
     known = facts.get(kind)
     if known is None:
@@ -52,28 +51,24 @@ def table(network: str, config: dict, *, facts: dict, dtypes: tuple[str, ...] = 
             found["forms"] |= _autoencoder(network, config, dtype, name)
         else:
             found["forms"] |= _encoder(network, config, known, dtype, name)
+    if cpu and "plain_tokens" in known:
+        found["cpu"] = cpu_table(network, config, known, dtypes=dtypes)
     if like is not None:
         found["forms"] |= {key: form for key, form in like["forms"].items() if key.startswith("step/")}
     return found
 
 
-def _shallow(config: dict, known: dict, depths: tuple[int, ...]) -> dict:
-    """`config` with other depths; a dotted key is one of an inner configuration."""
-    changed = dict(config)
-    for key, depth in zip(known["blocks"].values(), depths, strict=True):
-        outer, _, inner = key.rpartition(".")
-        home = dict(changed[outer]) if outer else changed
-        home[inner] = depth
-        if home.get("layer_types"):
-            home["layer_types"] = (list(home["layer_types"]) * depth)[:depth]
-        if outer:
-            changed[outer] = home
-    return changed
+def cpu_table(network: str, config: dict, known: dict, *, dtypes: tuple[str, ...]) -> dict:
+    """Forms of a run on a CPU, and up to how many tokens of a picture it computes attention in plain matrix products."""
+    found = {"plain_tokens": known["plain_tokens"]}
+    for name in dtypes:
+        found |= cpu_forms.forms_of(network, config, known, DTYPES[name], name)
+    return found
 
 
 def _sizes(network: str, config: dict, known: dict) -> dict:
     with fakes():
-        module = stages.build(network, _shallow(config, known, (1,) * len(known["blocks"])), torch.bfloat16)
+        module = stages.build(network, shallow.config_of(config, known, (1,) * len(known["blocks"])), torch.bfloat16)
         linears = {name: tuple(part.weight.shape) for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)}
         stored = module.state_dict()
         # a tied weight is stored once
@@ -103,7 +98,7 @@ def _sizes(network: str, config: dict, known: dict) -> dict:
 def _table_bytes(network: str, config: dict, known: dict) -> int:
     """Bytes that stay on the device beside the stored weights once the network has run."""
     with fakes():
-        module = stages.build(network, _shallow(config, known, (1,) * len(known["blocks"])), torch.bfloat16)
+        module = stages.build(network, shallow.config_of(config, known, (1,) * len(known["blocks"])), torch.bfloat16)
         with torch.no_grad():
             stages.velocity(module, {"h": 16, "w": 16, "t": 32, "n": 64}, torch.bfloat16)
         stored = module.state_dict()
@@ -111,88 +106,31 @@ def _table_bytes(network: str, config: dict, known: dict) -> int:
         return sum(one.nbytes for one in (*buffers, *stages.tables(module)))
 
 
-def _points(names: str, count: int) -> list[dict]:
-    """Points in general position: no two features are proportional over them."""
-    grid = ((16, 24), (64, 96), (32, 32), (80, 80), (48, 40), (96, 64), (24, 80), (40, 112))
-    texts = (96, 32, 224, 160, 64, 288, 128, 32)
-    return [
-        {"h": h, "w": w, "n": h * w // 4, "t": t if "t" in names else 64}
-        for (h, w), t in list(zip(grid, texts, strict=True))[:count]
-    ]  # fmt: skip
-
-
 def _tapes(call, module, points: list[dict], dtype: torch.dtype, *, warm: bool = True) -> list[Tape]:
     return [stages.trace(module, lambda _, at=point: call(module, at, dtype), warm=warm) for point in points]
 
 
-def _depths(known: dict) -> list[tuple[int, ...]]:
-    """The base depth, then one more block of each kind."""
-    count = len(known["blocks"])
-    return [(2,) * count] + [tuple(3 if i == j else 2 for j in range(count)) for i in range(count)]
-
-
 def _denoiser(network: str, config: dict, known: dict, dtype: torch.dtype, name: str, *, trained: bool) -> dict:
     texts = "" if network.endswith("WanTransformer3DModel") else "t"
-    span = {key: TOKENS[key] for key in ("n", *texts)}
+    span = {key: shallow.TOKENS[key] for key in ("n", *texts)}
     names, quadratic = ["1", "n", *texts], ["nn", "nt", "tt"] if texts else ["nn"]
     found = {}
-    for depths in _depths(known):
+    for depths in shallow.depths_of(known):
         with fakes():
-            module = stages.build(network, _shallow(config, known, depths), dtype)
-            for batch in (1, 2) if depths == _depths(known)[0] else (1,):
-                points = [{**point, "b": batch} for point in _points(texts, len(names + quadratic) + 1 if batch == 1 else 4)]
+            module = stages.build(network, shallow.config_of(config, known, depths), dtype)
+            for batch in (1, 2) if depths == shallow.depths_of(known)[0] else (1,):
+                points = [{**point, "b": batch} for point in shallow.points(texts, len(names + quadratic) + 1 if batch == 1 else 4)]
                 tapes = _tapes(stages.velocity, module, points, dtype)
-                if depths == _depths(known)[0]:
+                if depths == shallow.depths_of(known)[0]:
                     form = forms.fit(names, points, tapes, span)
                     found[f"denoise/{name}/b{batch}"] = form | {"pool": forms.pools(tapes[1:2])}
                 if batch == 1:
                     counts = [tape.linear_flops + tape.attention_flops for tape in tapes]
-                    found[f"operations/{_word(depths)}"] = forms.fit_operations([*names, *quadratic], points, counts)
+                    found[f"operations/{shallow.word(depths)}"] = forms.fit_operations([*names, *quadratic], points, counts)
     for targets in (*known["lora"], "full") if trained else ():
         for checkpointed in (True, False):
-            found |= _trained(network, config, known, dtype, name, targets, checkpointed, texts)
+            found |= step_forms.forms_of(network, config, known, dtype, name, targets, checkpointed, texts)
     return found
-
-
-def _trained(network, config, known, dtype, name, targets, checkpointed, texts) -> dict:
-    """A training step with adapters on `targets`, or with all weights training (`targets` = "full")."""
-    names = ["1", "n", *texts]
-    span = {key: TOKENS[key] for key in ("n", *texts)}
-    wanted = known["lora"].get(targets, ())
-    found = {}
-    for depths in _depths(known):
-        # with checkpoints alone kept, a deeper block adds the same for every picture
-        for batch in (1, 2) if depths == _depths(known)[0] or not checkpointed else (1,):
-            points = [{**point, "b": batch, "r": RANK} for point in _points(texts, len(names))]
-            shallow = _shallow(config, known, depths)
-            tapes = [_step_tape(network, shallow, dtype, wanted, point, checkpointed) for point in points]
-            form = forms.fit(names, points, tapes, span)
-            if wanted:
-                layers = len(wanted) * (1 if checkpointed else min(depths))
-                form = forms.with_rank(form, layers * batch * torch.finfo(dtype).bits // 8 / (2 if texts else 1), RANK)
-            if depths == _depths(known)[0] and batch == 1:
-                form["pool"] = forms.pools(tapes[-2:-1])
-            found[f"step/{targets}/{'checkpointed' if checkpointed else 'kept'}/{name}/b{batch}/{_word(depths)}"] = form
-    return found
-
-
-def _step_tape(network, config, dtype, targets, point, checkpointed):
-    with fakes():
-        module = stages.build(network, config, dtype if targets else torch.float32)
-        if targets:
-            stages.add_lora(module, targets, point["r"], torch.float32)
-        else:
-            module.requires_grad_(True)
-        module.train()
-        if checkpointed:
-            module.enable_gradient_checkpointing()
-        step = stages.train_step(module, point, dtype)
-        with stages.autocast(dtype) if not targets and dtype != torch.float32 else contextlib.nullcontext():  # lean layers need none
-            return stages.trace(module, step, warm=False, grad=True)
-
-
-def _word(depths: tuple[int, ...]) -> str:
-    return "d" + "-".join(map(str, depths))
 
 
 def _autoencoder(network: str, config: dict, dtype: torch.dtype, name: str) -> dict:
@@ -203,7 +141,7 @@ def _autoencoder(network: str, config: dict, dtype: torch.dtype, name: str) -> d
         module = stages.build(network, config, dtype)
         for stage, call in (("decode", stages.decode), ("encode", stages.encode_image)):
             for frames in ("1", "f") if video else ("1",):
-                points = [dict(point, f=f) for f in ((1,) if frames == "1" else (3, 5)) for point in _points("", 6)]
+                points = [dict(point, f=f) for f in ((1,) if frames == "1" else (3, 5)) for point in shallow.points("", 6)]
                 wanted = names if frames == "1" else [*names, "f", "fh", "fw", "fhw"]
                 kind = "picture" if frames == "1" else "video"
                 tapes = _tapes(call, module, points, dtype)
@@ -238,20 +176,20 @@ def _tiled(module, dtype: torch.dtype, name: str, video: bool) -> dict:
 
 def _encoder(network: str, config: dict, known: dict, dtype: torch.dtype, name: str) -> dict:
     found = {}
-    for depths in _depths(known) if known["blocks"] else [()]:
+    for depths in shallow.depths_of(known) if known["blocks"] else [()]:
         with fakes():
-            module = stages.build(network, _shallow(config, known, depths), dtype)
+            module = stages.build(network, shallow.config_of(config, known, depths), dtype)
             fixed = network.partition(":")[2].startswith("CLIP")
             for batch in (1, 2):
                 points = [{"t": t, "b": batch} for t in (64, 96, 224, 512)]
                 tapes = _tapes(stages.encode_text, module, points, dtype)
                 names = ["1"] if fixed else ["1", "t", "tt"]
-                if depths == _depths(known)[0] or not known["blocks"]:
-                    form = forms.fit(names, points, tapes, {"t": TOKENS["t"]})
+                if depths == shallow.depths_of(known)[0] or not known["blocks"]:
+                    form = forms.fit(names, points, tapes, {"t": shallow.TOKENS["t"]})
                     found[f"text/{name}/b{batch}"] = form | {"pool": forms.pools(tapes[2:])}
                 if batch == 1:
                     counts = [tape.linear_flops + tape.attention_flops for tape in tapes]
-                    found[f"operations/{_word(depths)}"] = forms.fit_operations(names, points, counts)
+                    found[f"operations/{shallow.word(depths)}"] = forms.fit_operations(names, points, counts)
     return found
 
 
@@ -264,7 +202,7 @@ def write_family(family: str) -> Path:
         if word not in tables:
             print(network, file=sys.stderr, flush=True)
             other = tables.get(json.dumps([network, like], sort_keys=True)) if like else None
-            tables[word] = table(network, config, facts=known["networks"], dtypes=dtypes, like=other)
+            tables[word] = table(network, config, facts=known["networks"], dtypes=dtypes, like=other, cpu=family == "starter")
     return write(MEMORY / f"{family}.json", tables.values())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
 import time
@@ -15,9 +16,10 @@ from backend.schema.messages import Trouble
 from backend.training import shards
 from backend.training.batches import Batch, epoch_batches, of_step, steps_of_epoch
 from backend.training.checkpoint import clear_leftovers
+from backend.training.measured import keep, tell
 from backend.training.objective import seed_of
 from backend.training.optimizers import rate_factor, set_rates
-from backend.training.planned import keep_measured
+from backend.training.peaks import BACKWARD, FORWARD, OPTIMIZER
 from backend.training.progress import draw_samples, memory, validation_loss
 from backend.training.resume import restore
 from backend.training.run import Run
@@ -72,7 +74,8 @@ def _train(run: Run) -> str:
         epoch = pace.epoch_of(step)
         rate = set_rates(run.optimizers, partial(rate_factor, step, pace.total, run.config.training))
         groups = of_step(batches_of(epoch), step % pace.per_epoch, processes=_processes(run), accumulation=_turns(run))
-        loss = one_step(run, groups)
+        with run.peaks.step(groups):
+            loss = one_step(run, groups)
         bad = 0 if loss is not None else bad + 1
         _check_bad(run, bad, step)
         if loss is not None and run.mean:
@@ -132,14 +135,13 @@ def one_step(run: Run, groups: list[list[Batch]]) -> float | None:
     for turn, group in enumerate(groups):
         batch = group[accelerator.process_index]
         material = run.source.material(batch, scale=_processes(run) / count).to(run.device)
-        if turn + 1 < len(groups):
-            with accelerator.no_sync(model):
-                loss, each = model(material, run.config.loss)
-                accelerator.backward(loss)
-        else:
+        run.peaks.moment(FORWARD)
+        with accelerator.no_sync(model) if turn + 1 < len(groups) else contextlib.nullcontext():
             loss, each = model(material, run.config.loss)
+            run.peaks.moment(BACKWARD)
             accelerator.backward(loss)
         errors += each.sum()
+    run.peaks.moment(OPTIMIZER)
     norm = accelerator.clip_grad_norm_(list(run.weights.values()), run.config.training.max_grad_norm or float("inf"))
     good = math.isfinite(shards.number(norm))
     run.writer.wait()  # what is being saved is what this step begins from: nothing changes, and nothing is made, before it is on the disk
@@ -184,8 +186,10 @@ def after_step(run: Run, step: int, pace: Pace, *, asked: bool) -> None:
         run.reporter.event("validation", step=step, loss=validation_loss(run))
     if step in (1, 10):
         run.reporter.event("memory", **memory())
-    if step == 10 or last:
-        keep_measured(run)
+    if due or asked or last:
+        keep(run)
+    if asked or last:
+        tell(run)
 
 
 class Stop:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 
 import torch
 
-from backend.catalog import download, learnt
+from backend.catalog import download
 from backend.catalog.plan import plan_here
 from backend.engine import limits, memory
 from backend.schema.knobs import from_values, to_values
@@ -52,24 +51,6 @@ def card_of(vram: str, device: torch.device) -> Card:
     if nbytes <= 0:
         raise Trouble("bad_value", f"--vram is {vram!r}; it can be auto, or an amount in GiB such as 12.")
     return replace(card, total_bytes=nbytes, free_bytes=nbytes, used_by_others_bytes=0, reserve_bytes=0)
-
-
-def predicted_bytes(config, spec, card: Card) -> int:
-    """The most bytes of tensors alive at once on the device in a run of `config` as it is: what a card of any size would be given."""
-    endless = replace(card, total_bytes=2**60, free_bytes=2**60, ram_free_bytes=2**60, used_by_others_bytes=0)
-    return plan_here(spec, endless, config, download.preferences(), user=places().user).peak_live_bytes
-
-
-def keep_measured(run) -> None:
-    """Keeps the peak of a run on a card beside what was predicted, for the next plan. torch counts it there; on a CPU nobody does."""
-    if run.device.type != "cuda" or not run.first:
-        return
-    card = memory.probe(run.device)
-    with contextlib.suppress(OSError):  # a full disk is no reason to end a run over statistics
-        learnt.remember(
-            places().user / "measured.json", card, run.base.spec.family, kind=learnt.TRAINING,
-            predicted_bytes=predicted_bytes(run.config, run.base.spec, card), measured_bytes=torch.cuda.max_memory_allocated(run.device),
-        )  # fmt: skip
 
 
 def _shared(settings: dict, accelerator) -> dict:

@@ -30,7 +30,7 @@ def draw_samples(run: Run, step: int) -> None:
         if run.mean:
             run.mean.swap()
         try:
-            with drawing(run.learner):
+            with run.peaks.sample(), drawing(run.learner):
                 _draw_all(run, step)
         finally:
             if run.mean:
@@ -48,6 +48,7 @@ def _draw_all(run: Run, step: int) -> None:
             for number, sample in enumerate(run.source.samples):
                 said = f"{number}" if len(strengths) == 1 else f"{number}-strength-{strength:g}"
                 _draw_one(run, step, number, sample, strength, f"{said}.png")
+                run.peaks.enough()
 
 
 def strengths_of(section) -> list[float]:

@@ -13,6 +13,7 @@ from backend.training.beside import Beside
 from backend.training.learner import Learner
 from backend.training.material import Source
 from backend.training.optimizers import Mean
+from backend.training.peaks import Peaks
 from backend.training.reporter import Reporter
 from backend.training.writer import Writer
 
@@ -42,6 +43,10 @@ class Run:
     dtype: torch.dtype
     writer: Writer = field(default_factory=Writer)
     samples_lower: bool = False  # memory ran out in one, so they are drawn with less
+    peaks: Peaks = field(init=False)
+
+    def __post_init__(self):
+        self.peaks = Peaks(self)
 
     @property
     def first(self) -> bool:

@@ -26,10 +26,11 @@ def save(run: Run, name: str, *, step: int, epoch: int, wait: bool) -> None:
     run.reporter.phase("saving")
     states = gather(run.accelerator, random_state())
     if run.first or shards.asked():  # weights that are spread are put together by all
-        state, result = _state(run, step, states), _result(run)
-        beside = not wait and fits_beside(nbytes(state.tensors(), elsewhere=True) * 2)
-        copied = attempt(lambda: _in_ram(state)) if beside else None  # no room after all: what is saved is waited for
-        beside, state = copied is not None, copied or state
+        with run.peaks.save():
+            state, result = _state(run, step, states), _result(run)
+            beside = not wait and fits_beside(nbytes(state.tensors(), elsewhere=True) * 2)
+            copied = attempt(lambda: _in_ram(state)) if beside else None  # no room after all: what is saved is waited for
+            beside, state = copied is not None, copied or state
     if run.first:
         run.writer.start(lambda kept: _write(run, name, result, state, epoch=epoch, kept=kept))
         if not beside:

@@ -125,7 +125,9 @@ def test_a_try_says_the_peaks_and_changes_nothing(run_training, events, tmp_path
     )
     assert torch.equal(weights(tmp_path / "plain"), weights(tmp_path / "tried"))
     said = next(event for event in events(tmp_path / "tried") if event.get("phase") == "preflight")
-    assert all(said[f"{name}_bytes"] > 2**26 for name in ("step", "sample", "save"))
+    assert min(said[f"{name}_bytes"] for name in ("forward", "backward", "optimizer", "sample", "save")) > 2**16
+    assert said["step_bytes"] == max(said[f"{name}_bytes"] for name in ("forward", "backward", "optimizer"))
+    assert said["predicted"].keys() == {"forward", "backward", "optimizer", "sample", "save"}
     assert not list((tmp_path / "tried").glob(".preflight*"))
 
 

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 from backend.catalog.identify import identify_model
 from backend.catalog.plan import plan, plan_here
+from backend.catalog.sizes import sizes_of
 from backend.catalog.speed import what_if
 from backend.engine import memory
 from backend.families import FAMILIES
@@ -18,7 +19,9 @@ from backend.schema.messages import Trouble
 from backend.schema.places import ASSETS
 from backend.schema.training import TrainingConfig
 from backend.schema.vram import GIB
-from backend.training.planned import card_of, predicted_bytes
+from backend.training.measured import predicted_bytes
+from backend.training.peaks import Largest
+from backend.training.planned import card_of
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")
@@ -42,7 +45,10 @@ def test_a_run_takes_the_plan_s_settings(run_training, events, data, tmp_path: P
 def test_a_run_is_predicted_as_its_config_says(data):
     spec, card = identify_model(ASSETS / "starter", FAMILIES), memory.probe(CPU)
     said = [{}, {"use_gradient_checkpointing": True}, {"use_gradient_checkpointing": True, "enable_model_cpu_offload": True}]
-    found = [predicted_bytes(from_values(TrainingConfig, {"max_pixels": 65536, **more}), spec, card) for more in said]
+    largest = Largest(65536, 20, 256, 256, 1)
+    found = [
+        max(predicted_bytes(from_values(TrainingConfig, more), sizes_of(spec), card, largest).values()) for more in said
+    ]  # fmt: skip
     assert found == sorted(found, reverse=True) and len(set(found)) == 3
 
 

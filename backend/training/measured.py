@@ -1,0 +1,88 @@
+"""What a run took at most beside what was predicted, phase by phase: said at its end, and kept for the next estimate."""
+
+from __future__ import annotations
+
+import contextlib
+
+from backend.catalog import foresee, learnt
+from backend.catalog.plan import fixed_of
+from backend.catalog.sizes import ModelSizes, sizes_of
+from backend.engine.memory import probe
+from backend.schema.places import places
+from backend.schema.vram import GIB, Card
+from backend.training.peaks import Largest
+from backend.training.progress import memory
+
+MEASURED = "measured.json"
+
+
+def tell(run) -> None:
+    """Says the peaks of `run` at its end."""
+    both = _both(run)
+    if not both:
+        return
+    predicted, measured = _highest(both)
+    run.reporter.event("memory", **memory(), predicted_bytes=predicted, measured_bytes=measured, phases=both)
+    run.reporter.note(f"Memory at most: predicted {_size(predicted)}, measured {_size(measured)} ({_sentence(both)}).")
+
+
+def keep(run) -> None:
+    """Keeps the peaks of `run` for the next estimate, once, as soon as a step, a sample and a save were seen."""
+    both = _both(run)
+    if not both or run.peaks.kept:
+        return
+    run.peaks.kept = True
+    predicted, measured = _highest(both)
+    with contextlib.suppress(OSError):  # a full disk is no reason to end a run over statistics
+        learnt.remember(
+            places().user / MEASURED, probe(run.device), run.base.spec.family, kind=learnt.kind_of(run.config),
+            predicted_bytes=predicted, measured_bytes=measured, known=known_of(run.peaks.largest), phases=both,
+        )  # fmt: skip
+
+
+def _both(run) -> dict[str, list[int]]:
+    """Phase -> [predicted, measured]; nothing where the estimate does not know what trains, and in all processes but the first."""
+    if not run.first or not is_known(run):
+        return {}
+    predicted = predicted_by(run)
+    return {name: [predicted[name], value] for name, value in run.peaks.by_phase.items() if name in predicted}
+
+
+def is_known(run) -> bool:
+    """Whether the estimate has forms of what trains: the denoiser's weights, or a plain LoRA on them, in one process."""
+    plain = run.adapter is None or (run.adapter.algorithm == "lora" and run.learner.lean)
+    alone = run.accelerator.num_processes == 1 and not run.config.training.task.startswith("direct_distill")
+    return plain and alone and all(name.startswith("dit.") for name in run.weights)
+
+
+def _highest(both: dict[str, list[int]]) -> tuple[int, int]:
+    return max(pair[0] for pair in both.values()), max(pair[1] for pair in both.values())
+
+
+def predicted_by(run) -> dict[str, int]:
+    """Phase -> bytes that `run` should take, with what it has found out about its pictures and captions."""
+    return predicted_bytes(run.config, _sizes(run), probe(run.device), run.peaks.largest)
+
+
+def predicted_bytes(config, sizes: ModelSizes, card: Card, largest: Largest) -> dict[str, int]:
+    """The same of a run of `config` whose largest batch is `largest`."""
+    fixed = learnt.corrected(fixed_of(card), card, sizes.family, places().user / MEASURED, kind=learnt.TRAINING)
+    return foresee.run_bytes(config, sizes, fixed, **known_of(largest), batch=largest.count)
+
+
+def known_of(largest: Largest) -> dict[str, int]:
+    """What of a batch does not follow from the settings alone."""
+    tokens = {"text_tokens": largest.text_tokens} if largest.text_tokens else {}
+    return {"width": largest.width, "height": largest.height, **tokens}
+
+
+def _sizes(run) -> ModelSizes:
+    return sizes_of(run.base.spec, folder=places().user / "memory")
+
+
+def _sentence(both: dict[str, list[int]]) -> str:
+    return "; ".join(f"{name} {_size(predicted)} and {_size(measured)}" for name, (predicted, measured) in both.items())
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.1f} MiB"
