@@ -37,7 +37,10 @@ class Work:
     count: int = 1  # pictures, one after the other
     guidance: bool = False  # both halves go through together
     text_tokens: int = 128
-    reference_pictures: int = 0
+    reference_pictures: int = 0  # as large as the picture itself (layers)
+    reference_tokens: int = 0  # of pictures to edit, in the transformer
+    reference_pixels: int = 0  # of the largest picture to edit, as it is encoded
+    seen_tokens: int = 0  # of `text_tokens`, those of pictures
     from_picture: bool = False
     lora_bytes: int = 0
     computing: str = "bfloat16"
@@ -54,6 +57,11 @@ class Work:
     saved_number_bytes: int = 2  # of a result
     idle_numel: int = 0  # of those that train, what gets no gradient
     can: frozenset[str] = TRAINING_RUNGS  # knobs that the trainer has
+
+    @property
+    def encodes(self) -> bool:
+        """Whether pictures go through the autoencoder before the first step."""
+        return bool(self.from_picture or self.reference_pictures or self.reference_tokens)
 
 
 @dataclass(frozen=True)
@@ -124,10 +132,23 @@ def point_of(sizes: ModelSizes, work: Work) -> dict:
     tokens = f * (h // geometry["patch"]) * (w // geometry["patch"])
     multiple = geometry.get("token_multiple", 1)
     tokens = -(-tokens // multiple) * multiple + work.reference_pictures * min(tokens, 4096)
+    tokens += work.reference_tokens
     text = -(-work.text_tokens // multiple) * multiple
     passes = work.batch if work.targets else 2 if work.guidance else 1
     pixels = work.width * work.height * (work.frames if geometry["video"] else 1)
-    return {"h": h, "w": w, "f": f, "n": max(tokens, 1), "t": text, "s": max(tokens, 1) + text, "b": passes, "r": work.rank, "pixels": pixels}
+    return {
+        "h": h, "w": w, "f": f, "n": max(tokens, 1), "t": text, "v": work.seen_tokens, "s": max(tokens, 1) + text, "b": passes,
+        "r": work.rank, "pixels": pixels,
+    }  # fmt: skip
+
+
+def encoded(point: dict, sizes: ModelSizes, work: Work) -> dict:
+    """`point` with the cells of the largest picture that the autoencoder encodes: one to start from, or one to edit."""
+    cells = work.reference_pixels // sizes.geometry["compression"] ** 2
+    if not cells or ((work.from_picture or work.targets) and point["h"] * point["w"] >= cells):
+        return point
+    side = math.isqrt(cells)
+    return {**point, "h": side, "w": cells / side}
 
 
 def denoise(part: PartSizes, point: dict, work: Work, fixed: Fixed) -> Working:
@@ -167,9 +188,18 @@ def step(part: PartSizes, point: dict, work: Work, layout: Layout, fixed: Fixed)
 
 
 def text(part: PartSizes, point: dict, work: Work, fixed: Fixed) -> Working:
-    """A prompt through a text encoder."""
-    form, factor = _form(part, "text/{}/b1", work.computing)
+    """A prompt through a text encoder, or the pictures that go with it through a vision tower."""
+    point = told(part, point)
+    bare = "" if fixed.converts or work.computing == "float32" else "_bare"
+    form, factor = _form(part, f"text{bare}/{{}}/b1", work.computing)
+    if form is None:
+        form, factor = _form(part, "text/{}/b1", work.computing)
     return _working(evaluate(form, point) * factor, form, fixed) if form else _unknown(part, {"n": point["t"]}, fixed)
+
+
+def told(part: PartSizes, point: dict) -> dict:
+    """`point` as an encoder of the prompt sees it: a vision tower has the pictures' tokens alone."""
+    return {**point, "t": max(point["v"], 1)} if part.kind.endswith("VisionTransformerPretrainedModel") else point
 
 
 def decode(part: PartSizes, point: dict, dtype: str, fixed: Fixed, *, tiled: bool = False, stage: str = "decode") -> Working:

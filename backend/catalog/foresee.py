@@ -43,8 +43,8 @@ def live_bytes(plan: VramPlan, sizes: ModelSizes, work: Work, fixed: Fixed) -> d
         vae, dtype = sizes.parts["vae"], work.decoder_dtype
         found["decode"] = [estimate.decode(vae, point, dtype, fixed, tiled=plan.tiled_vae).live]
         active["decode"] = {"vae"}
-        if work.from_picture or work.reference_pictures:
-            found["encode"] = [estimate.decode(vae, point, dtype, fixed, stage="encode").live]
+        if work.encodes:
+            found["encode"] = [estimate.decode(vae, estimate.encoded(point, sizes, work), dtype, fixed, stage="encode").live]
             active["encode"] = {"vae"}
     return {
         phase: max(working) + _weights(layouts, sizes, active[phase], work) + fixed.learnt_bytes

@@ -77,7 +77,7 @@ def text_options(terms: Terms, modes=("parked", "streamed")) -> list[Option]:
     found = []
     each = [estimate.text(part, terms.point, terms.work, terms.fixed) for part in terms.encoders]
     working = max(each, key=lambda one: one.likely)
-    flops = sum(estimate.operations(part, terms.point) for part in terms.encoders)
+    flops = sum(estimate.operations(part, estimate.told(part, terms.point)) for part in terms.encoders)
     for layout, rungs, lossy in part_layouts(terms, modes=modes):
         bare = {part.name: sum(estimate.on_card(part, layout, True, terms.work.computing)) for part in terms.encoders}
         parts = {
@@ -149,9 +149,10 @@ def _decoded(terms: Terms, part: PartSizes, layout: PartLayout, tiled: bool) -> 
     entering = _entering(part, layout, terms)
     working = estimate.decode(part, terms.point, dtype, terms.fixed, tiled=tiled)
     phases = [estimate.phase("decode", weights, working, terms.fixed, seconds=(low + entering, high + entering))]
-    if work.from_picture or work.reference_pictures:
-        flops = estimate.operations(part, terms.point, "operations/encode")
-        first = estimate.decode(part, terms.point, dtype, terms.fixed, stage="encode")
+    if work.encodes:
+        point = estimate.encoded(terms.point, terms.sizes, work)
+        flops = estimate.operations(part, point, "operations/encode")
+        first = estimate.decode(part, point, dtype, terms.fixed, stage="encode")
         phases.insert(0, estimate.phase("encode", weights, first, terms.fixed, seconds=estimate.compute_seconds(flops, terms.speed)))
     rungs = (("tile",) if tiled else ()) + (("park",) if layout.mode == "parked" else ())
     ram = estimate.off_card(part, layout, dtype)

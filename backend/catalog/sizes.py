@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+from backend.catalog import edited
 from backend.catalog.spec import ModelSpec, PartSpec
 from backend.schema.messages import Trouble
 from backend.schema.places import ASSETS
@@ -212,9 +213,24 @@ def _of_spec(spec: ModelSpec, folder: Path | None) -> ModelSizes:
     facts = published()["families"].get(spec.family, {})
     parts = {name: _read_part(part, folder) for name, part in spec.parts.items()}
     estimating = tuple(name for name, part in parts.items() if not part.table)
-    variant = facts.get("variants", {}).get(spec.variant) or next(iter(facts.get("variants", {}).values()), {})
+    variant = _variant(facts.get("variants", {}), spec.variant)
     geometry = variant.get("geometry") or facts.get("geometry") or {"compression": 8, "patch": 2, "video": False}
-    return ModelSizes(spec.family, spec.title, parts, geometry, variant.get("defaults", {}), estimating=estimating)
+    defaults = dict(variant.get("defaults", {}))
+    if "reference_pixels" in defaults:
+        defaults["reference_pixels"] = pixels = edited.reference_pixels(_root(spec))
+        defaults["seen_pixels"] = edited.seen_pixels(spec.variant, pixels)
+    return ModelSizes(spec.family, spec.title, parts, geometry, defaults, estimating=estimating)
+
+
+def _variant(variants: dict, name: str) -> dict:
+    """The published variant that a model of variant `name` ("edit-2511") is one of; the first where that is not said."""
+    return next((one for one in variants.values() if one.get("variant") == name), next(iter(variants.values()), {}))
+
+
+def _root(spec: ModelSpec) -> Path | None:
+    if spec.processor is not None:
+        return spec.processor.parent
+    return spec.path if spec.path is not None and spec.path.is_dir() else None
 
 
 def _read_part(part: PartSpec, folder: Path | None) -> PartSizes:

@@ -41,7 +41,7 @@ def _encode_pictures(terms: Terms) -> Option:
     if part is None:
         return Option(Layout(), ())
     dtype = terms.work.decoder_dtype
-    working = estimate.decode(part, {**terms.point, "b": 1}, dtype, terms.fixed, stage="encode")
+    working = estimate.decode(part, {**estimate.encoded(terms.point, terms.sizes, terms.work), "b": 1}, dtype, terms.fixed, stage="encode")
     layout = PartLayout("parked", dtype, terms.homes[-1])
     phase = estimate.phase("cache pictures", {"vae": part.bytes(dtype, dtype)}, working, terms.fixed)
     return Option(Layout({"vae": layout}), (phase,))

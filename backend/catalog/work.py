@@ -6,6 +6,7 @@ import math
 import re
 from pathlib import Path
 
+from backend.catalog import edited
 from backend.catalog.estimate import FP8, TRAINING_RUNGS, Layout, PartLayout, Work
 from backend.catalog.sizes import ModelSizes, PartSizes, published
 from backend.schema.knobs import to_values
@@ -31,13 +32,27 @@ def work_of_request(request: GenerationRequest, sizes: ModelSizes, *, computing:
         steps=request.num_inference_steps,
         count=request.count,
         guidance=request.guidance > 1 and said.get("guidance", True),
-        text_tokens=tokens,
         reference_pictures=said.get("reference_pictures", 0) + said.get("layers", 0),
         from_picture=bool(request.input_image),
         lora_bytes=sum(_file_bytes(use.path) for use in request.loras),
         computing=computing,
         decoder_dtype=computing,
+        **{"text_tokens": tokens, **_of_edited(said, edited.sizes_of_files(request.edit_images), tokens)},
     )
+
+
+def _of_edited(said: dict, pictures: tuple, words: int) -> dict:
+    """Fields of `Work` that pictures of these sizes ask for where the model edits; one square picture stands for none."""
+    if "reference_pixels" not in said:
+        return {}
+    pictures, pixels = pictures or ((1, 1),), said["reference_pixels"]
+    seen = edited.seen_tokens(pictures, said["seen_pixels"])
+    return {
+        "reference_pixels": max(width * height for width, height in edited.references(pictures, pixels)),
+        "reference_tokens": edited.reference_tokens(pictures, pixels),
+        "seen_tokens": seen,
+        "text_tokens": words + seen,
+    }
 
 
 def tokens_of(num_characters: int) -> int:
@@ -57,7 +72,7 @@ def work_of_defaults(sizes: ModelSizes, **changes) -> Work:
         "text_tokens": said.get("text_tokens", 128),
         "reference_pictures": said.get("reference_pictures", 0) + said.get("layers", 0),
     }
-    return Work(**{**values, **changes})
+    return Work(**{**values, **_of_edited(said, (), values["text_tokens"]), **changes})
 
 
 def work_of_training(config, sizes: ModelSizes) -> tuple[Work, Layout]:
@@ -72,14 +87,14 @@ def work_of_training(config, sizes: ModelSizes) -> tuple[Work, Layout]:
     targets, numel = ("full", sum(sizes.parts[name].numel for name in full if name in sizes.parts)) if full else lora_size(
         part, values["lora_target_modules"], values["lora_rank"]
     )
-    computing = COMPUTING.get(values["mixed_precision"], "bfloat16")
+    computing, words = COMPUTING.get(values["mixed_precision"], "bfloat16"), sizes.defaults.get("text_tokens", 128)
     work = Work(
         width=max(width // cell, 1) * cell,
         height=max(height // cell, 1) * cell,
         frames=1,
         steps=values["sample_inference_steps"],
         guidance=values["sample_guidance"] > 1,
-        text_tokens=sizes.defaults.get("text_tokens", 128),
+        **{"text_tokens": words, **_of_edited(sizes.defaults, (), words)},
         computing=computing,
         targets=targets,
         trained=full or (base,),

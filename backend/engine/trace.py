@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from backend.catalog.sizes import fingerprint
-from backend.engine import cpu_forms, forms, shallow, stages, step_forms
+from backend.engine import cpu_forms, forms, shallow, stages, step_forms, vision_forms
 from backend.engine.tape import Tape, fakes
 from backend.schema.places import ASSETS
 
@@ -49,6 +49,8 @@ def table(
             found["forms"] |= _denoiser(network, config, known, dtype, name, trained=like is None)
         elif kind.startswith("Autoencoder"):
             found["forms"] |= _autoencoder(network, config, dtype, name)
+        elif kind == stages.VISION_TOWER:
+            found["forms"] |= vision_forms.forms_of(network, config, known, dtype, name)
         else:
             found["forms"] |= _encoder(network, config, known, dtype, name)
     if cpu and "plain_tokens" in known:

@@ -9,12 +9,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from backend.catalog.beside import read_object
-from backend.schema.messages import Trouble
+from backend.catalog.edited import REFERENCE_PIXELS, SEEN_PIXELS, reference_pixels, seen_pixels, size_within
 
-REFERENCE_PIXELS = 1024 * 1024  # a picture's area, as the VAE reads it
-SEEN_PIXELS = 384 * 384  # and as the text encoder of Edit-2509 and later reads it; Edit's reads the picture of the VAE
-MOST_SLENDER = 100  # times as long as wide: nothing is left of a narrower picture once it is brought to its area
 IMAGE_TOKEN = "<|image_pad|>"
 
 
@@ -37,31 +33,8 @@ def load_processor(folder: Path, variant: str) -> Processor:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     pixels = reference_pixels(folder.parent)
-    seen = pixels if variant == "edit" else min(SEEN_PIXELS, pixels)
     images = Qwen2VLImageProcessorPil.from_pretrained(folder, local_files_only=True)
-    return Processor(images, variant != "edit", pixels, seen)
-
-
-def reference_pixels(root: Path | None) -> int:
-    """The area that pictures to edit are brought to, for the model in the folder `root`."""
-    said = read_object(root / "model_index.json").get("_reference_pixels") if root is not None else None
-    return said if isinstance(said, int) and said >= 32 * 32 else REFERENCE_PIXELS
-
-
-def size_within(picture: tuple[int, int], pixels: int) -> tuple[int, int]:
-    """(width, height) of about `pixels` in the proportions of `picture`, both multiples of 32. Raises Trouble for a strip."""
-    width, height = picture
-    if max(width, height) > MOST_SLENDER * min(width, height):
-        raise Trouble("bad_picture", f"A picture of {width} x {height} pixels is too narrow to be edited.", hint="Cut it first.")
-    ratio = width / height
-    wide = math.sqrt(pixels * ratio)
-    return round(wide / 32) * 32, round(wide / ratio / 32) * 32
-
-
-def edited_size(pictures: list[tuple[int, int]], variant: str, pixels: int = REFERENCE_PIXELS) -> tuple[int, int]:
-    """The (width, height) of what is made of pictures of these sizes where nobody asks for another: the last one's proportions, for
-    "edit" the only one's, and about `pixels`."""
-    return size_within(pictures[0] if variant == "edit" else pictures[-1], pixels)
+    return Processor(images, variant != "edit", pixels, seen_pixels(variant, pixels))
 
 
 def encode_references(parts: dict, pictures, *, tiled: bool = False) -> tuple:

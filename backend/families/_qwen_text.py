@@ -104,24 +104,31 @@ def _encode_with_pictures(parts: dict, prompts: list[str], pictures: list[tuple]
         if parts.get(name) is None:
             hint = "It lies in the text encoder's files." if name == "vision" else "Add the model's folder `processor`."
             raise Trouble("missing_part", f"Pictures to edit need the {name}, which was not loaded.", hint=hint)
-    encoder, processor = parts["text_encoder"], parts["processor"]
-    patches, grids = _qwen_pictures.patches_of(processor, [picture for some in pictures for picture in some])
-    merge, left = processor.images.merge_size, iter(grids.tolist())
+    merge = parts["processor"].images.merge_size
+    features, grids = _seen(parts, [picture for some in pictures for picture in some], device)
+    left = iter(grids)
     own_grids = [[next(left) for _ in some] for some in pictures]
     rows, starts = zip(*[_edit_row(parts, *one, merge) for one in zip(prompts, own_grids, strict=True)], strict=True)
     ids, mask = _side_by_side(list(rows), device)
     is_picture = ids == parts["tokenizer"].convert_tokens_to_ids(_qwen_pictures.IMAGE_TOKEN)
-    features = parts["vision"](patches.to(device), grid_thw=grids.to(device)).pooler_output
-    embeds = encoder.embed_tokens(ids)
-    embeds = embeds.masked_scatter(is_picture[..., None], features.to(embeds))
     positions = torch.zeros((3, *ids.shape), dtype=torch.long)
     for index, (row, grids_of_row) in enumerate(zip(is_picture.tolist(), own_grids, strict=True)):
         length = len(rows[index])
         positions[:, index, :length] = _qwen_pictures.positions_of(row[:length], grids_of_row, merge)
-    states = encoder(
+    embeds = parts["text_encoder"].embed_tokens(ids)
+    embeds = embeds.masked_scatter(is_picture[..., None], features.to(embeds))
+    del features  # a run of the language half is the most that memory holds here
+    states = parts["text_encoder"](
         inputs_embeds=embeds, attention_mask=mask, position_ids=positions.to(device), use_cache=False
     ).last_hidden_state
     return [{"embeds": states[i, starts[i] : len(row)]} for i, row in enumerate(rows)]
+
+
+def _seen(parts: dict, pictures: list, device) -> tuple:
+    """What the vision tower makes of `pictures`, one after the other in one tensor (tokens, D), and their grids of patches."""
+    patches, grids = _qwen_pictures.patches_of(parts["processor"], pictures)
+    patches = patches.to(next(parts["vision"].parameters()).dtype).to(device)  # half the bytes on the way
+    return parts["vision"](patches, grid_thw=grids.to(device)).pooler_output, grids.tolist()
 
 
 def _edit_row(parts: dict, prompt: str, grids: list, merge: int) -> tuple[list[int], int]:

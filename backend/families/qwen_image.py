@@ -8,6 +8,7 @@ Qwen2.5-VL is two parts: its language half (`text_encoder`), and for the variant
 
 from __future__ import annotations
 
+from backend.catalog.edited import edited_size, reference_pixels, size_within
 from backend.catalog.family import Defaults, LoraTargets, NameMap, Part, SizeRule
 from backend.catalog.qwen_files import (
     EDITING,
@@ -18,13 +19,7 @@ from backend.catalog.qwen_files import (
     original_vae,
     tell_variant,
 )
-from backend.families._qwen_pictures import (
-    edited_size,
-    encode_references,
-    load_processor,
-    reference_pixels,
-    size_within,
-)
+from backend.families._qwen_pictures import encode_references, load_processor
 from backend.families._qwen_text import MAX_TOKENS, encode_text, load_tokenizer, most_tokens
 from backend.families._qwen_vae import TILES, decode, encode_image, use_flat_convolutions
 from backend.schema.messages import Trouble

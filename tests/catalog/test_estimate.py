@@ -38,7 +38,8 @@ def test_weights_of_published_models(model, part, gib):
 def test_the_language_half_of_qwen_image_s_encoder_is_what_is_loaded():
     # 15.45 GiB with the vision tower (1.26) and the output layer (1.02), which a picture from text does not need
     assert sizes_of("Qwen-Image").parts["text_encoder"].bytes("bfloat16", "bfloat16") / GIB == pytest.approx(13.17, rel=0.005)
-    assert sizes_of("Qwen-Image-Edit").parts["text_encoder"].bytes("bfloat16", "bfloat16") / GIB == pytest.approx(14.43, rel=0.005)
+    edits = sizes_of("Qwen-Image-Edit").parts
+    assert sum(edits[name].bytes("bfloat16", "bfloat16") for name in ("text_encoder", "vision")) / GIB == pytest.approx(14.43, rel=0.005)
 
 
 @pytest.mark.parametrize(("model", "side", "gib"), [

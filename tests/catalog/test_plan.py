@@ -274,7 +274,7 @@ def test_reference_pictures_and_loras_count():
     sizes = sizes_of("Qwen-Image-Edit")
     card = card_of(141)[0]
     with_one = plan(sizes, card, work_of_defaults(sizes))
-    without = plan(sizes, card, work_of_defaults(sizes, reference_pictures=0))
+    without = plan(sizes, card, work_of_defaults(sizes, reference_tokens=0, reference_pixels=0))
     working = [next(phase.working_bytes for phase in one.phases if phase.name == "denoise") for one in (with_one, without)]
     assert working[0] > 1.5 * working[1]
     assert [phase.name for phase in with_one.phases] == ["text", "encode", "denoise", "decode"]

@@ -19,10 +19,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
 from backend import families
+from backend.catalog import edited
 from backend.catalog.identify import identify_model
 from backend.engine.load import load_part
 from backend.engine.pipeline import Pipeline
-from backend.families import _qwen_pictures, qwen_image
+from backend.families import qwen_image
 from backend.schema.request import GenerationRequest
 from backend.schema.vram import VramConfig
 
@@ -73,7 +74,7 @@ PICTURES = {
 def test_prompts_with_pictures_are_encoded_as_by_diffusers(variant, tiny_edit, monkeypatch):
     pipe, pictures = theirs(variant, tiny_edit(variant), monkeypatch), PICTURES[variant]
     prompt = "make the ball red"
-    seen = [one.resize(_qwen_pictures.size_within(one.size, PIXELS), Image.Resampling.LANCZOS) for one in pictures]
+    seen = [one.resize(edited.size_within(one.size, PIXELS), Image.Resampling.LANCZOS) for one in pictures]
     with torch.no_grad():
         other = pipe.encode_prompt(prompt, seen, device="cpu")[0][0]
         parts = parts_of(tiny_edit(variant))
@@ -141,9 +142,9 @@ def test_edited_latents_are_those_of_diffusers_however_weights_lie(variant, tiny
 
 def test_sizes_are_those_of_diffusers():
     for width, height in ((1, 1), (640, 480), (333, 1001), (5000, 60), (1920, 1080), (1024, 1024), (97, 89)):
-        for pixels in (_qwen_pictures.REFERENCE_PIXELS, _qwen_pictures.SEEN_PIXELS):
-            ours = _qwen_pictures.size_within((width, height), pixels)
+        for pixels in (edited.REFERENCE_PIXELS, edited.SEEN_PIXELS):
+            ours = edited.size_within((width, height), pixels)
             assert ours == pipeline_qwenimage_edit_plus.calculate_dimensions(pixels, width / height)
             assert ours == pipeline_qwenimage_edit.calculate_dimensions(pixels, width / height)[:2]
-    assert _qwen_pictures.SEEN_PIXELS == pipeline_qwenimage_edit_plus.CONDITION_IMAGE_SIZE
-    assert _qwen_pictures.REFERENCE_PIXELS == pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE
+    assert edited.SEEN_PIXELS == pipeline_qwenimage_edit_plus.CONDITION_IMAGE_SIZE
+    assert edited.REFERENCE_PIXELS == pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from backend.catalog import foresee
 from backend.catalog.identify import identify_model
@@ -46,6 +50,30 @@ def test_every_phase_of_the_starter_takes_what_was_predicted(starter, dtype, gui
     sizes = sizes_of(starter)
     again = foresee.live_bytes(found, sizes, work_of_request(request, sizes, computing=dtype), fixed_of(card))
     assert again == {phase.name: phase.live_bytes for phase in found.phases}
+
+
+def test_every_phase_of_an_edit_takes_what_was_predicted(tmp_path):
+    """The starter's networks, its vision tower among them, as a model that edits: two pictures of other shapes than the result."""
+    folder = shutil.copytree(ASSETS / "starter", tmp_path / "edit")
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "QwenImageEditPlusPipeline", "_reference_pixels": 256 * 256}))
+    Qwen2VLImageProcessorPil().save_pretrained(folder / "processor")
+    files = tuple(str(tmp_path / f"{number}.png") for number in range(2))
+    for file, shape in zip(files, ((300, 200), (80, 240)), strict=True):
+        Image.linear_gradient("L").resize(shape).save(file)
+    request = GenerationRequest(prompt="make it red", width=160, height=128, num_inference_steps=2, edit_images=files)
+    spec, card = identify_model(folder, FAMILIES), replace(memory.probe("cpu"), dtypes=("bfloat16",))
+    found, sizes = plan(spec, card, request), sizes_of(spec)
+    assert not sizes.estimating and {phase.name for phase in found.phases} == {"text", "encode", "denoise", "decode"}
+    pipeline = Pipeline(spec, dtype=torch.bfloat16, device="cpu")
+    with live.measuring(pipeline) as peak:
+        pipeline.generate(request)
+    tokens = len(pipeline.encode_prompt(request.prompt, [Image.open(file) for file in files])["embeds"])
+    work = replace(work_of_request(request, sizes), text_tokens=tokens + 64)  # words are guessed, pictures counted
+    predicted = foresee.live_bytes(found, sizes, work, fixed_of(card))
+    predicted["decode"] = max(predicted["decode"], predicted.pop("encode"))  # what the autoencoder does is measured as one phase
+    assert predicted.keys() == peak.by_phase.keys()
+    for phase, measured in peak.by_phase.items():
+        assert predicted[phase] == pytest.approx(measured, rel=0.02), phase
 
 
 def test_what_was_there_before_is_not_counted_and_what_is_dropped_is():

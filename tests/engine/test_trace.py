@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from backend.catalog.sizes import published, tables
-from backend.engine import answers, forms, pool, stages, tape, trace
+from backend.engine import answers, forms, pool, stages, step_forms, tape
 
 pytestmark = pytest.mark.torch
 
@@ -53,6 +53,9 @@ ENCODERS = {
     },
     "T5EncoderModel": T5,
     "UMT5EncoderModel": T5,
+    stages.VISION_TOWER: {
+        "depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 64, "fullatt_block_indexes": [2],
+    },
     "CLIPTextModel": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 49408},
 }  # fmt: skip
 
@@ -60,6 +63,8 @@ ENCODERS = {
 def both(kind: str, config: dict, work, *, prepare=lambda module: None, grad: bool = False) -> tuple[int, int]:
     """(predicted, measured) peak of live bytes beside the weights, in float32."""
     package = "transformers" if kind in ENCODERS else "diffusers"
+    if kind == stages.VISION_TOWER:
+        package = "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"
     with tape.fakes():
         module = stages.build(f"{package}:{kind}", config, F32)
         prepare(module)
@@ -125,14 +130,14 @@ def test_shipped_forms_agree_with_a_new_trace(kind):
     assert forms.evaluate(found["forms"]["denoise/bfloat16/b1"], point) == pytest.approx(traced, rel=0.01)
     word = "d" + "-".join("2" for _ in depths)
     targets = published()["networks"][kind]["lora"]["attention"]
-    step = tape.peak(trace._step_tape(f"diffusers:{kind}", {**found["configs"][0], **depths}, BF16, targets, point, True))
+    step = tape.peak(step_forms.step_tape(f"diffusers:{kind}", {**found["configs"][0], **depths}, BF16, targets, point, True))
     assert forms.evaluate(found["forms"][f"step/attention/checkpointed/bfloat16/b1/{word}"], point) == pytest.approx(step, rel=0.01)
 
 
 def test_bytes_are_affine_in_depth():
     known = published()["networks"]["QwenImageTransformer2DModel"]
     found = [
-        tape.peak(trace._step_tape(
+        tape.peak(step_forms.step_tape(
             "diffusers:QwenImageTransformer2DModel", {**DENOISERS["QwenImageTransformer2DModel"], "num_layers": depth}, BF16,
             known["lora"]["attention"], {"h": 32, "w": 32, "t": 32, "b": 1, "r": 4}, False,
         ))
