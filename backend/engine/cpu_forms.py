@@ -16,8 +16,7 @@ SECTIONS = {"forward": ("", FORWARD), "begins": (FORWARD, TOP), "ends": (BOTTOM,
 SPAN = {"plain": {"n": (16, 512), "t": (4, 128)}, "fused": {"n": (256, 8192), "t": (8, 256)}}
 RANKS, PICTURES = (4, 128), (2, 16)
 RANK = 16
-GRID = ((8, 8), (16, 24), (12, 20), (32, 32), (8, 40), (24, 24), (36, 8), (16, 16), (20, 28), (12, 44))
-TEXTS, MANY, WIDE = (12, 40, 7, 25, 60, 18, 33, 90, 5, 51), (2, 3, 5, 2, 4, 7, 3, 2, 6, 4), (4, 16, 32, 8, 24, 48, 12, 20, 6, 40)
+CELLS, TEXTS, MANY, WIDE = ((12, 20), (16, 26), (8, 10)), (14, 33, 23), (2, 3, 5), (20, 8, 14)  # three points in general position
 
 
 def forms_of(network: str, config: dict, known: dict, dtype: torch.dtype, name: str) -> dict:
@@ -37,33 +36,43 @@ def forms_of(network: str, config: dict, known: dict, dtype: torch.dtype, name: 
 def steps(network: str, config: dict, known: dict, dtype: torch.dtype, kernel: str, targets: str, *, checkpointed: bool) -> dict:
     wanted, found = known["lora"].get(targets, []), {}
     for many in (False, True):
-        names = names_of(kernel, many=many, adapted=bool(wanted))
-        points = points_of(len(names) + 1, many=many)
-        span = SPAN[kernel] | ({"b": PICTURES} if many else {"b": (1, 1)}) | ({"r": RANKS} if wanted else {})
-        found["bn" if many else "b1"] = one = {"features": names, **{section: [] for section in SECTIONS}}
+        names, points = names_of(many=many), points_of(many=many)
+        span = SPAN[kernel] | {"b": PICTURES if many else (1, 1), "r": RANKS if wanted else (1, 1)}
+        sections = {section: [] for section in SECTIONS}
         for depths in shallow.depths_of(known):
             few = shallow.config_of(config, known, depths)
             tapes = [step_tape(network, few, known, dtype, wanted, point, kernel, checkpointed=checkpointed) for point in points]
             for section, between in SECTIONS.items():
-                one[section].append(_centred(forms.fit(names, points, tapes, span, section=between)["pieces"]))
+                form = forms.fit(names, points, tapes, span, section=between, single=True)
+                sections[section].append(_centred(form["pieces"]))
+        found["bn" if many else "b1"] = _without_zeros(names, sections)
     return found
 
 
 def _centred(pieces: list[list[float]]) -> list[list[float]]:
     """Lifted by half of what leaving out the others takes: a depth multiplies the difference of two of these."""
-    return [[float(f"{value * (1 + forms.TOLERANCE / 2):.6g}") for value in piece] for piece in pieces]
+    return [[forms.tidy(value * (1 + forms.TOLERANCE / 2), digits=5) for value in piece] for piece in pieces]
 
 
-def names_of(kernel: str, *, many: bool, adapted: bool) -> list[str]:
-    """Features of a step of one picture or of `many`; attention in products has a matrix of all pairs of tokens (s)."""
-    varied = ["n", "t", *(["nr", "tr"] if adapted else []), *(["ss"] if kernel == "plain" else [])]
-    return ["1", *(["r"] if adapted else []), *(["b", *(f"b{one}" for one in varied)] if many else varied)]
+def names_of(*, many: bool) -> list[str]:
+    """What a storage of a step of one picture, or of `many`, can be a multiple of: s is all tokens, which attention may square."""
+    apart = ["1", "r", "n", "t", "s", "nr", "tr", "sr", "ss"]
+    return [*apart, *("b" if one == "1" else f"b{one}" for one in apart)] if many else apart
 
 
-def points_of(count: int, *, many: bool) -> list[dict]:
-    """Points in general position."""
-    rows = list(zip(GRID, TEXTS, MANY, WIDE, strict=True))[:count]
+def points_of(*, many: bool) -> list[dict]:
+    rows = zip(CELLS, TEXTS, MANY, WIDE, strict=True)
     return [{"h": h, "w": w, "n": h * w // 4, "t": t, "b": b if many else 1, "r": r} for (h, w), t, b, r in rows]
+
+
+def _without_zeros(names: list[str], sections: dict[str, list]) -> dict:
+    """The features that matter, and the pieces in these alone."""
+    used = [any(piece[at] for depths in sections.values() for pieces in depths for piece in pieces) for at in range(len(names))]
+    short = {
+        name: [[[value for value, wanted in zip(piece, used) if wanted] for piece in pieces] for pieces in depths]
+        for name, depths in sections.items()
+    }  # fmt: skip
+    return {"features": [name for name, wanted in zip(names, used) if wanted], **short}
 
 
 def step_tape(
@@ -79,13 +88,13 @@ def step_tape(
 
 
 def _samples(network, config, known, dtype, kernel, targets) -> dict:
-    names = ["1", "n", "t", *(["ss"] if kernel == "plain" else [])]
     found, wanted = {}, known["lora"].get(targets, [])
     with fakes():
         few = shallow.config_of(config, known, shallow.depths_of(known)[0])
         module = cpu_step.network(network, few, dtype, targets=wanted, rank=RANK, checkpointed=False, kernel=kernel)
         for batch in (1, 2):
-            points = [{**point, "b": batch} for point in points_of(len(names) + 1, many=False)]
+            points = [{**point, "b": batch, "r": RANK} for point in points_of(many=False)]
             tapes = [cpu_step.sample_tape(module, point, dtype) for point in points]
-            found[f"b{batch}"] = forms.fit(names, points, tapes, {**SPAN[kernel], "b": (batch, batch)})
+            form = forms.fit(["1", "n", "t", "s", "ss"], points, tapes, SPAN[kernel], single=True)
+            found[f"b{batch}"] = form
     return found

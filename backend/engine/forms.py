@@ -30,30 +30,55 @@ def letter_of(point: dict, letter: str) -> float:
 
 def fit(
     names: list[str], points: list[dict], tapes: list[Tape], span: dict[str, tuple[float, float]], *,
-    section: tuple[str, str] | None = None,
+    section: tuple[str, str] | None = None, single: bool = False,
 ) -> dict:  # fmt: skip
     """The closed form of the stage whose `tapes` were taken at `points`; exact within `span` (variable -> least, greatest).
 
-    `section`: of the events between these two marks alone ("": the beginning). Raises ValueError where the tapes are not the same
-    events, or are not sums of `names`.
+    `section`: of the events between these two marks alone ("": the beginning). `single`: each storage is a multiple of one of `names`
+    rather than a sum, which three points tell. Raises ValueError where the tapes are not the same events, or are not sums of `names`.
     """
     events = [_settled(tape.events) for tape in tapes]
     if any(one != events[0] for one in events):
         raise ValueError(f"The order of events depends on the point: {[len(one) for one in events]} events.")
     matrix = numpy.array([features(names, point) for point in points], dtype=float)
     sizes = numpy.array([tape.sizes for tape in tapes], dtype=float)
-    coefficients, *_ = numpy.linalg.lstsq(matrix / matrix.max(0), sizes, rcond=None)
-    coefficients /= matrix.max(0)[:, None]
+    coefficients = _multiples(names, matrix, sizes) if single else _sums(matrix, sizes)
     marks = tapes[0].marks | {"": 0}
     inside = slice(marks[section[0]], marks[section[1]]) if section else slice(None)
     pieces = _prune(names, _running_sums(events[0], coefficients.T)[inside], span)
-    form = {"features": names, "pieces": [[_tidy(value) for value in piece] for piece in pieces]}
+    form = {"features": names, "pieces": [[tidy(value) for value in piece] for piece in pieces]}
     for point, tape in zip(points, tapes, strict=True):
         highest = max(itertools.islice(live(tape), inside.start, inside.stop), default=0)
         off = abs(evaluate(form, point) - highest)
         if off > max(5 * TOLERANCE * highest, ROUNDING):
             raise ValueError(f"Bytes are not sums of {names}: {off / highest:.2%} off at a traced point.")
     return form
+
+
+def _sums(matrix: numpy.ndarray, sizes: numpy.ndarray) -> numpy.ndarray:
+    """Coefficients (features, storages) of `sizes` (points, storages), given the features of the points (points, features)."""
+    coefficients, *_ = numpy.linalg.lstsq(matrix / matrix.max(0), sizes, rcond=None)
+    return coefficients / matrix.max(0)[:, None]
+
+
+def _multiples(names: list[str], matrix: numpy.ndarray, sizes: numpy.ndarray) -> numpy.ndarray:
+    """The same where each storage is a multiple of the first feature that it is proportional to. Small ones, such as angles of a
+    picture's rows, may be none: they are taken as always the largest."""
+    sizes = numpy.where(sizes.max(0) <= ROUNDING / 4, numpy.where(_proportional(matrix, sizes).any(0), sizes, sizes.max(0)), sizes)
+    ratios, fits = sizes[:, None, :] / matrix[:, :, None], _proportional(matrix, sizes)
+    unknown = numpy.flatnonzero(~fits.any(0))
+    if len(unknown):
+        raise ValueError(f"Storages of {sizes[:, unknown[0]].tolist()} bytes are no multiple of one of {names}.")
+    chosen = fits.argmax(0)
+    coefficients = numpy.zeros((len(names), sizes.shape[1]))
+    coefficients[chosen, numpy.arange(sizes.shape[1])] = ratios[0, chosen, numpy.arange(sizes.shape[1])]
+    return coefficients
+
+
+def _proportional(matrix: numpy.ndarray, sizes: numpy.ndarray) -> numpy.ndarray:
+    """Whether each storage is a multiple of each feature, (features, storages)."""
+    ratios = sizes[:, None, :] / matrix[:, :, None]
+    return numpy.ptp(ratios, axis=0) <= 1e-9 * ratios.max(0)
 
 
 def evaluate(form: dict, point: dict) -> float:
@@ -66,7 +91,7 @@ def with_rank(form: dict, nbytes: float, traced: int) -> dict:
     """`form`, traced with adapters of one rank, for any: `nbytes` for each token and rank lie between their two matrices."""
     at = form["features"].index("n")
     pieces = [[*(value - nbytes * traced if i == at else value for i, value in enumerate(piece)), nbytes] for piece in form["pieces"]]
-    return {**form, "features": [*form["features"], "nr"], "pieces": [[_tidy(value) for value in piece] for piece in pieces]}
+    return {**form, "features": [*form["features"], "nr"], "pieces": [[tidy(value) for value in piece] for piece in pieces]}
 
 
 def fit_peaks(names: list[str], points: list[dict], tapes: list[Tape]) -> dict:
@@ -76,14 +101,14 @@ def fit_peaks(names: list[str], points: list[dict], tapes: list[Tape]) -> dict:
     scaled, *_ = numpy.linalg.lstsq(matrix / matrix.max(0), peaks, rcond=None)
     sums = scaled / matrix.max(0)
     sums *= max(1.0, float((peaks / (matrix @ sums)).max()))
-    return {"features": names, "pieces": [[_tidy(value) for value in sums]]}
+    return {"features": names, "pieces": [[tidy(value) for value in sums]]}
 
 
 def fit_operations(names: list[str], points: list[dict], counts: list[int]) -> dict:
     """Operation counts as one sum."""
     matrix = numpy.array([features(names, point) for point in points], dtype=float)
     scaled, *_ = numpy.linalg.lstsq(matrix / matrix.max(0), numpy.array(counts, dtype=float), rcond=None)
-    return {"features": names, "pieces": [[_tidy(value) for value in scaled / matrix.max(0)]]}
+    return {"features": names, "pieces": [[tidy(value) for value in scaled / matrix.max(0)]]}
 
 
 def pools(tapes: list[Tape]) -> dict[str, float]:
@@ -129,7 +154,8 @@ def _grid(span: dict[str, tuple[float, float]]) -> list[dict]:
     return [dict(zip(steps, values, strict=True)) for values in itertools.product(*steps.values())]
 
 
-def _tidy(value: float) -> float | int:
-    short = float(f"{value:.7g}")
+def tidy(value: float, *, digits: int = 7) -> float | int:
+    """`value` in few digits, which say it as well."""
+    short = float(f"{value:.{digits}g}")
     return int(short) if short.is_integer() else short
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from backend.catalog.sizes import published, tables
-from backend.engine import answers, forms, pool, stages, step_forms, tape
+from backend.engine import answers, forms, pool, stages, step_forms, tape, vision_tower
 
 pytestmark = pytest.mark.torch
 
@@ -53,7 +53,7 @@ ENCODERS = {
     },
     "T5EncoderModel": T5,
     "UMT5EncoderModel": T5,
-    stages.VISION_TOWER: {
+    vision_tower.KIND: {
         "depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 64, "fullatt_block_indexes": [2],
     },
     "CLIPTextModel": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 49408},
@@ -63,7 +63,7 @@ ENCODERS = {
 def both(kind: str, config: dict, work, *, prepare=lambda module: None, grad: bool = False) -> tuple[int, int]:
     """(predicted, measured) peak of live bytes beside the weights, in float32."""
     package = "transformers" if kind in ENCODERS else "diffusers"
-    if kind == stages.VISION_TOWER:
+    if kind == vision_tower.KIND:
         package = "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"
     with tape.fakes():
         module = stages.build(f"{package}:{kind}", config, F32)
