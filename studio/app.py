@@ -103,6 +103,10 @@ def build(studio: Studio) -> gr.Blocks:
         preferences.wire(studio, preferences_tab)
         _wire_tabs(studio, tabs, generate_tab, redraw)
         _wire_load(studio, page, timer, tabs, ui, here, generate_tab, train_tab, preferences_tab, redraw)
+        for function in page.fns.values():
+            # Nothing shows that it waits. By default the browser would note so for every output that any event ever had, and look
+            # each up in the tree of the whole page, twice an event: 0.1 s of its time at each keystroke and each tick.
+            function.show_progress_on = [here]
     return page
 
 

@@ -28,10 +28,13 @@ SCRIPT = """
     const leave = {__type__: "update"};
     const isUpdate = (wish) => wish !== null && typeof wish === "object" && wish.__type__ === "update";
     let number = 0;
+    window.loftTicket = (...fields) => {
+      tickets.set(++number, fields.map((value) => JSON.stringify(value)));
+      return [number];
+    };
     window.loftAsk = (first) => (...values) => {
       const sent = values.slice(0, -1);
-      tickets.set(++number, sent.slice(first).map((value) => JSON.stringify(value)));
-      return [...sent, number];
+      return [...sent, ...window.loftTicket(...sent.slice(first))];
     };
     const judged = (answer, now) => {
       const sent = answer && tickets.get(answer.ticket);
@@ -137,12 +140,14 @@ def ask_at_first(
     *,
     js: str,
 ):
-    """As `ask`, for the answer that fills `forms` when the page is opened; `js` alters what is asked.
+    """As `ask`, for the answer of `handler(*head)` that fills `forms` when the page is opened; `js` alters what is asked.
 
-    They are ready then, and kept at once only where something was typed before.
+    They are ready then, and kept at once only where something was typed before. What the fields hold stays in the browser: it
+    would note something of each of an event's inputs at every later event.
     """
-    before = f"(...values) => window.loftAsk({len(head)})(...({js})(...values))"
-    answer, asked = _asked(trigger, handler, head, fields, outputs, before, {})
+    answer, ticket = gr.JSON(visible=False), gr.Number(visible=False)
+    noted = trigger(None, list(fields), ticket, js="window.loftTicket", show_progress="hidden")
+    asked = noted.then(_answering(handler, fields), [*head, ticket], [answer, *outputs], js=js, **QUIET)
     marks = [*(form.ready for form in forms), *(form.nudge for form in forms)]
     put = asked.then(None, [answer, *fields], list(fields), js="window.loftFill", show_progress="hidden")
     return put.then(None, None, marks, js=f"window.loftReady({len(forms)})", show_progress="hidden")
@@ -152,6 +157,12 @@ def _asked(
     trigger: Callable, handler: Callable, head: Sequence, fields: Sequence, outputs: Sequence, js: str, look: dict
 ):
     answer, ticket = gr.JSON(visible=False), gr.Number(visible=False)
+    inputs = [*head, *fields, ticket]
+    return answer, trigger(_answering(handler, fields), inputs, [answer, *outputs], js=js, **(QUIET | look))
+
+
+def _answering(handler: Callable, fields: Sequence) -> Callable:
+    """`handler` with the ticket, its last input, beside its changes."""
 
     @functools.wraps(handler)
     def asked(*values):
@@ -160,7 +171,7 @@ def _asked(
         assert len(changes) == len(fields), handler
         return [{"ticket": number, "changes": list(changes)}, *rest]
 
-    return answer, trigger(asked, [*head, *fields, ticket], [answer, *outputs], js=js, **(QUIET | look))
+    return asked
 
 
 def unchanged(fields: Sequence) -> list:

@@ -94,6 +94,9 @@ def test_a_killed_worker_is_told_in_a_sentence_and_the_next_picture_is_made(site
     before = len(pictures(site))
     ask(page, "a second life")
     wait_until(lambda: len(pictures(site)) == before + 1)
+    page.wait_for_selector("#stage img[alt='a second life']")
+    assert "a short life" in page.inner_text("#progress .failed .notice.bad"), "a later success does not take it away"
+    page.click("#progress .failed >> text=Dismiss")
     page.wait_for_selector("#progress .notice.bad", state="detached")
 
 

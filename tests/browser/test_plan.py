@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 
 import pytest
@@ -29,9 +30,12 @@ def test_the_plan_follows_each_keystroke(painted, open_page):
     page.wait_for_selector("#plan .plan-head b")
     sides = [256 + 64 * number for number in range(1, 13)]
     took = [page.evaluate(TYPED, ["#set-width input", str(side)]) for side in sides]
-    print(f"\nfrom a keystroke to the changed headline, ms: least {min(took):.0f}, median {statistics.median(took):.0f}, most {max(took):.0f}")
+    load, cores = os.getloadavg()[0], os.cpu_count()
+    print(f"\nfrom a keystroke to the changed headline, ms: median {statistics.median(took):.0f}, most {max(took):.0f}; load {load:.1f} on {cores} cores")
     assert min(took) > 0, took
-    assert statistics.median(took) < 1000  # a busy machine; an idle one takes a tenth of it
+    assert statistics.median(took) < 500  # whatever else the machine does
+    if load < cores:
+        assert max(took) < 150, took
 
 
 def test_another_card_changes_the_verdict_s_card_and_is_marked(painted, open_page):
