@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from backend.catalog.estimate import BASE_DEPTH, Layout, Work, evaluate, greatest
+from backend.catalog.arrangement import Layout, Work
+from backend.catalog.estimate import BASE_DEPTH, evaluate, greatest
 from backend.catalog.sizes import PartSizes
 from backend.schema.vram import DTYPE_BYTES
 

@@ -7,110 +7,16 @@ Weights are counted exactly (`sizes`); working memory comes from closed forms th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 
+from backend.catalog.arrangement import Fixed, Layout, PartLayout, Work, Working
 from backend.catalog.sizes import ModelSizes, PartSizes
 from backend.catalog.speed import Speed
 from backend.schema.vram import DTYPE_BYTES, PhasePlan
 
-MIB = 2**20
 POOL = {"least": 1.2, "native": 1.6, "expandable": 1.25}
-DENOISERS, DECODERS = ("dit", "dit2"), ("vae",)
 STAGING_BUFFERS = 2
-FP8 = "float8_e4m3fn"
-TRAINING_RUNGS = frozenset((
-    "use_gradient_checkpointing", "use_gradient_checkpointing_offload", "customized_optimizer", "fp8_models",
-    "enable_model_cpu_offload", "enable_optimizer_cpu_offload",
-))  # fmt: skip
 BASE_DEPTH = 2
 TILES_AND_WHOLE = 5.3  # overlapping tiles, rows and the picture that they are joined to, over the picture's own bytes
-
-
-@dataclass(frozen=True)
-class Work:
-    """What is asked of a model, in the numbers that bytes and seconds depend on."""
-
-    width: int = 1024
-    height: int = 1024
-    frames: int = 1
-    steps: int = 20
-    count: int = 1  # pictures, one after the other
-    guidance: bool = False  # both halves go through together
-    text_tokens: int = 128
-    reference_pictures: int = 0  # as large as the picture itself (layers)
-    reference_tokens: int = 0  # of pictures to edit, in the transformer
-    reference_pixels: int = 0  # of the largest picture to edit, as it is encoded
-    seen_tokens: int = 0  # of `text_tokens`, those of pictures
-    from_picture: bool = False
-    lora_bytes: int = 0
-    computing: str = "bfloat16"
-    targets: str = ""  # "" generates; "attention", "all" or "full" trains
-    trained: tuple[str, ...] = ()  # parts with weights that train
-    rank: int = 32
-    trained_numel: int = 0
-    batch: int = 1
-    accumulates: bool = False
-    samples: bool = False
-    caches: bool = True  # encodings are computed once, encoders leave before the first step
-    decoder_dtype: str = "bfloat16"
-    total_steps: int = 1
-    saved_number_bytes: int = 2  # of a result
-    idle_numel: int = 0  # of those that train, what gets no gradient
-    can: frozenset[str] = TRAINING_RUNGS  # knobs that the trainer has
-
-    @property
-    def encodes(self) -> bool:
-        """Whether pictures go through the autoencoder before the first step."""
-        return bool(self.from_picture or self.reference_pictures or self.reference_tokens)
-
-
-@dataclass(frozen=True)
-class PartLayout:
-    """Where one part's weights are: always on the card, there in its phase, or block by block from `home`."""
-
-    mode: str = "resident"  # "resident" | "parked" | "streamed"
-    storage: str = "bfloat16"
-    home: str = "ram"  # "ram" | "disk", of what is not on the card
-    on_card: int = 0  # blocks that stay while the others are streamed
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A whole arrangement: one candidate of the planner."""
-
-    parts: dict[str, PartLayout] = field(default_factory=dict)
-    tiled: bool = False
-    halves_apart: bool = False  # of guidance
-    checkpointed: bool = False
-    checkpoints_in_ram: bool = False
-    state_bytes: float = 8.0  # of the optimizer, per trained number
-    states_in_ram: bool = False
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """What a process holds on the card beyond tensors, and in RAM before it begins."""
-
-    context_low_bytes: int = 256 * MIB
-    context_high_bytes: int = 460 * MIB
-    workspace_bytes: int = 40 * MIB  # matrix product libraries
-    ram_bytes: int = 900 * MIB  # interpreter, torch and CUDA libraries
-    pool: str = "expandable"  # which allocator: "native" where segments cannot grow (Windows)
-    converts: bool = True  # 16-bit convolutions copy what they read and write into another layout (cuDNN)
-    learnt_bytes: int = 0  # measured minus predicted, on this device and family
-    on_cpu: bool = False  # whose kernels and attention run
-
-
-CPU_FIXED = Fixed(context_low_bytes=0, context_high_bytes=0, workspace_bytes=0, ram_bytes=500 * MIB, converts=False, on_cpu=True)
-
-
-@dataclass(frozen=True)
-class Working:
-    """Live bytes of a stage, and the pool that an allocator needs for them."""
-
-    live: int = 0
-    least: int = 0
-    likely: int = 0
 
 
 def evaluate(form: dict, point: dict) -> float:

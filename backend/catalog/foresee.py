@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend.catalog import estimate, training
-from backend.catalog.estimate import DENOISERS, FP8, Fixed, PartLayout, Work, on_card, point_of
+from backend.catalog.arrangement import DENOISERS, FP8, Fixed, PartLayout, Work
+from backend.catalog.estimate import on_card, point_of
 from backend.catalog.options import Terms
 from backend.catalog.sizes import ModelSizes
 from backend.catalog.speed import Speed

@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from backend.catalog.estimate import Fixed
+from backend.catalog.arrangement import Fixed
 from backend.catalog.speed import device_key, write_json
 from backend.schema.knobs import to_values
 from backend.schema.request import GenerationRequest

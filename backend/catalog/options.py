@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from backend.catalog import estimate
-from backend.catalog.estimate import DENOISERS, FP8, Fixed, Layout, PartLayout, Work
+from backend.catalog.arrangement import DENOISERS, FP8, Fixed, Layout, PartLayout, Work
 from backend.catalog.sizes import ModelSizes, PartSizes
 from backend.catalog.speed import Speed
 from backend.schema.vram import PhasePlan

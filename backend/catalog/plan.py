@@ -16,7 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from backend.catalog import download, learnt, options, sentences, training
-from backend.catalog.estimate import CPU_FIXED, DENOISERS, Fixed, Layout, PartLayout, Work, on_card, point_of
+from backend.catalog.arrangement import CPU_FIXED, DENOISERS, Fixed, Layout, PartLayout, Work
+from backend.catalog.estimate import on_card, point_of
 from backend.catalog.options import FP8, Option, Terms
 from backend.catalog.sizes import ModelSizes, sizes_of, spread
 from backend.catalog.spec import ModelSpec

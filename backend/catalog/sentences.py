@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend.catalog import estimate
+from backend.catalog.arrangement import Layout
 from backend.schema.vram import GIB, PlanStep
 
 NAMES = {"dit": "transformer", "dit2": "second transformer", "text": "text encoder", "vae": "VAE"}
@@ -97,6 +98,6 @@ def _working(terms, work, worst) -> int:
     if worst.name in ("decode", "encode", "cache pictures"):
         return estimate.decode(terms.sizes.parts["vae"], point, work.decoder_dtype, terms.fixed).likely
     if worst.name == "step":
-        layout = estimate.Layout(checkpointed=True)
+        layout = Layout(checkpointed=True)
         return estimate.step(terms.denoisers[0], point, work, layout, terms.fixed)[0].likely
     return estimate.denoise(terms.denoisers[0], point, work, terms.fixed).likely

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 from backend.catalog import cpu_runs, estimate, options
-from backend.catalog.estimate import Layout, PartLayout, Work, Working
+from backend.catalog.arrangement import Layout, PartLayout, Work, Working
 from backend.catalog.options import FP8, Option, Terms
 from backend.catalog.sizes import PartSizes
 

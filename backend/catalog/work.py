@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from backend.catalog import edited
-from backend.catalog.estimate import FP8, TRAINING_RUNGS, Layout, PartLayout, Work
+from backend.catalog.arrangement import FP8, TRAINING_RUNGS, Layout, PartLayout, Work
 from backend.catalog.sizes import ModelSizes, PartSizes, published
 from backend.schema.knobs import to_values
 from backend.schema.request import GenerationRequest

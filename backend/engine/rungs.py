@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from backend.catalog.estimate import PartLayout
+from backend.catalog.arrangement import PartLayout
 from backend.catalog.plan import RAM_SHARE, config_of
 from backend.engine import memory, placed, shortage
 from backend.engine.load import TORCH_DTYPES

@@ -11,13 +11,14 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from backend.catalog.sizes import fingerprint
-from backend.engine import cpu_forms, forms, shallow, stages, step_forms, vision_forms
+from backend.engine import cpu_forms, forms, shallow, stages, step_forms, vision_forms, vision_tower
 from backend.engine.tape import Tape, fakes
 from backend.schema.places import ASSETS
 
@@ -49,23 +50,24 @@ def table(
             found["forms"] |= _denoiser(network, config, known, dtype, name, trained=like is None)
         elif kind.startswith("Autoencoder"):
             found["forms"] |= _autoencoder(network, config, dtype, name)
-        elif kind == stages.VISION_TOWER:
+        elif kind == vision_tower.KIND:
             found["forms"] |= vision_forms.forms_of(network, config, known, dtype, name)
         else:
             found["forms"] |= _encoder(network, config, known, dtype, name)
     if cpu and "plain_tokens" in known:
-        found["cpu"] = cpu_table(network, config, known, dtypes=dtypes)
+        *_, found["cpu"] = cpu_tables(network, config, known, dtypes=dtypes)
     if like is not None:
         found["forms"] |= {key: form for key, form in like["forms"].items() if key.startswith("step/")}
     return found
 
 
-def cpu_table(network: str, config: dict, known: dict, *, dtypes: tuple[str, ...]) -> dict:
-    """Forms of a run on a CPU, and up to how many tokens of a picture it computes attention in plain matrix products."""
+def cpu_tables(network: str, config: dict, known: dict, *, dtypes: tuple[str, ...]) -> Iterator[dict]:
+    """Forms of a run on a CPU, and up to how many tokens of a picture it computes attention in plain matrix products. Each gives more."""
     found = {"plain_tokens": known["plain_tokens"]}
     for name in dtypes:
-        found |= cpu_forms.forms_of(network, config, known, DTYPES[name], name)
-    return found
+        for key, form in cpu_forms.forms_of(network, config, known, DTYPES[name], name):
+            found = {**found, key: form}
+            yield found
 
 
 def _sizes(network: str, config: dict, known: dict) -> dict:

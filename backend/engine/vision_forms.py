@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from backend.engine import forms, shallow, stages
+from backend.engine import forms, shallow, stages, vision_tower
 from backend.engine.tape import fakes
 
 TOKENS = (64, 96, 224, 512)  # text tokens that a picture becomes
@@ -16,7 +16,7 @@ def forms_of(network: str, config: dict, known: dict, dtype: torch.dtype, name: 
     for depths in shallow.depths_of(known):
         with fakes():
             module = stages.build(network, shallow.config_of(config, known, depths), dtype)
-            tapes = [stages.trace(module, lambda _, at=point, tower=module: stages.see(tower, at, dtype)) for point in points]
+            tapes = [stages.trace(module, lambda _, at=point, tower=module: vision_tower.see(tower, at, dtype)) for point in points]
         if depths == shallow.depths_of(known)[0]:
             found[f"text/{name}/b1"] = forms.fit_peaks(["1", "t"], points, tapes) | {"pool": forms.pools(tapes[2:])}
             if dtype != torch.float32:

@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 
 from backend.catalog import estimate, learnt
-from backend.catalog.estimate import Fixed, Layout, PartLayout, Work, point_of
+from backend.catalog.arrangement import Fixed, Layout, PartLayout, Work
+from backend.catalog.estimate import point_of
 from backend.catalog.identify import identify_model
 from backend.catalog.sizes import fingerprint, known_models, published, sizes_of, spread
 from backend.catalog.speed import Speed, remember, speed_of, what_if

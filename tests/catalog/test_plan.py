@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from backend.catalog.estimate import Work
+from backend.catalog.arrangement import Work
 from backend.catalog.identify import identify_model
 from backend.catalog.page import estimate_for_page, what_if_cards
 from backend.catalog.plan import budget_of, main, plan, plan_here
