@@ -13,7 +13,10 @@ from backend.engine.lora_content import family_for, read_content
 from backend.engine.lora_convert import STORED, base_part, carried, convert, write_contents
 from backend.engine.lora_files import Progress, Stop, never, nothing
 from backend.engine.lora_source import open_source
+from backend.engine.lora_values import check_metadata, check_out, check_rank, check_share, check_strengths
 from backend.schema.messages import Trouble
+
+CANCELLED = 1e-6  # of the changes' lengths: what is left of them when they cancel each other
 
 
 def run_tool(values: dict, *, on_progress: Progress = nothing, should_stop: Stop = never) -> dict:
@@ -26,6 +29,7 @@ def run_tool(values: dict, *, on_progress: Progress = nothing, should_stop: Stop
     strange = [key for key in settings if key not in known or key in ("on_progress", "should_stop")]
     if strange:
         raise Trouble("bad_value", f"The tool {values['tool']} has no setting {strange[0]!r}.")
+    check_out(settings.get("out"))
     try:
         return tool(**settings, on_progress=on_progress, should_stop=should_stop)
     except TypeError as error:
@@ -80,14 +84,15 @@ def run_merge(
     should_stop: Stop = never,
 ) -> dict:
     """Several LoRAs as one: exactly, side by side, or at `rank` with the error stated."""
-    _check_strengths(paths, strengths)
-    sources = [open_source(path) for path in paths]
+    numbers = check_strengths(paths, strengths)
+    check_rank(rank)
+    used = [(path, number) for path, number in zip(paths, numbers, strict=True) if number]
+    sources = [open_source(path) for path, _ in used]
     chosen = family_for(sources[0], _families(), family)
     book = book_of(chosen, source=sources[0])
-    parts = [
-        (read_content(source, book)[0], float(strength)) for source, strength in zip(sources, strengths, strict=True)
-    ]
+    parts = [(read_content(source, book)[0], number) for source, (_, number) in zip(sources, used, strict=True)]
     whole = lora_math.merged(parts)
+    _check_acts(whole, parts)
     said = "exactly"
     error = 0.0
     if rank:
@@ -97,7 +102,8 @@ def run_merge(
     names = ", ".join(f"{source.name} x {strength:g}" for source, (_, strength) in zip(sources, parts, strict=True))
     metadata = {"format": "pt", "loft.layout": layout, "loft.family": chosen.NAME, "modelspec.merged_from": names}
     write_contents(out, whole, layout, book, metadata, dtype, overwrite, on_progress, should_stop)
-    return {"path": out, "modules": len(whole), "error": error, "said": f"{len(paths)} files merged {said}."}
+    idle = "" if len(used) == len(paths) else f"; {len(paths) - len(used)} at strength 0 left out"
+    return {"path": out, "modules": len(whole), "error": error, "said": f"{len(used)} {'file' if len(used) == 1 else 'files'} merged {said}{idle}."}
 
 
 def run_resize(
@@ -114,6 +120,8 @@ def run_resize(
     should_stop: Stop = never,
 ) -> dict:
     """A LoRA of a smaller rank: `rank` everywhere, or for each module the least that keeps the share `energy`."""
+    check_rank(rank)
+    check_share(energy)
     source = open_source(path)
     chosen = family_for(source, _families(), family)
     book = book_of(chosen, source=source)
@@ -147,6 +155,7 @@ def run_extract(
     should_stop: Stop = never,
 ) -> dict:
     """The LoRA that makes a tuned model of its base."""
+    check_rank(rank, needed=True)
     spec = identify_model(base, _families())
     family = next(one for one in _families() if spec.family == one.NAME)
     part = base_part(Path(base), _families())
@@ -177,10 +186,10 @@ def run_bake(
     should_stop: Stop = never,
 ) -> dict:
     """A checkpoint with LoRAs in its weights."""
-    _check_strengths(paths, strengths)
+    numbers = check_strengths(paths, strengths)
     spec = identify_model(base, _families())
     family = next(one for one in _families() if spec.family == one.NAME)
-    loras = [(Path(path), float(strength)) for path, strength in zip(paths, strengths, strict=True)]
+    loras = [(Path(path), number) for path, number in zip(paths, numbers, strict=True) if number]
     report = lora_math.bake(
         base_part(Path(base), _families()),
         loras,
@@ -208,6 +217,7 @@ def run_metadata(
     should_stop: Stop = never,
 ) -> dict:
     """Metadata read, or with `set`, `remove` or `strip` changed, in another file or (with `overwrite`) in place."""
+    check_metadata(read_layout(path).metadata, set=set, remove=remove, strip=strip, out=out)
     if not (set or remove or strip):
         return {"path": path, "metadata": read_layout(path).metadata}
     if out is None and not overwrite:
@@ -268,7 +278,8 @@ def _families() -> tuple:
     return FAMILIES
 
 
-def _check_strengths(paths, strengths) -> None:
-    """Raises Trouble unless there are files, and a strength for each."""
-    if len(paths) != len(strengths) or not paths:
-        raise Trouble("bad_value", f"There are {len(paths)} files and {len(strengths)} strengths; each file takes one.")
+def _check_acts(whole: dict, parts: list) -> None:
+    """Raises Trouble where the parts of a merge cancel each other."""
+    length = sum(norm for _, norm, _ in lora_math.strengths(whole))
+    if length <= CANCELLED * sum(abs(number) * norm for some, number in parts for _, norm, _ in lora_math.strengths(some)):
+        raise Trouble("bad_value", "The files cancel each other: the merged LoRA would do nothing.", hint="Give them other strengths.")

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from backend.engine import Cancelled
 from backend.engine.lora_jobs import STORED, TOOLS, run_tool
@@ -19,14 +20,14 @@ __all__ = ["main", "run_tool"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Answers the exit status: 0, 1 with a sentence on stderr, 130 if interrupted."""
     values = vars(_parser().parse_args(arguments))
-    said = values.pop("pairs", None)
-    if said is not None:
-        values["paths"], values["strengths"] = zip(*map(_pair, said), strict=True)
-    if "set" in values:
-        values["set"] = dict(entry.partition("=")[::2] for entry in values["set"])
     if arguments is None:  # a process of our own: being ended cleans up as being interrupted does
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        said = values.pop("pairs", None)
+        if said is not None:
+            values["paths"], values["strengths"] = zip(*map(_pair, said), strict=True)
+        if "set" in values:
+            values["set"] = dict(map(_setting, values["set"]))
         answer = run_tool(values, on_progress=_Bar().show)
     except Trouble as trouble:
         print(f"\n{trouble}", file=sys.stderr)
@@ -57,7 +58,17 @@ def _pair(text: str) -> tuple[str, float]:
     try:
         return (path, float(strength)) if colon and len(path) > 1 else (text, 1.0)
     except ValueError:
+        if Path(path).is_file() and not Path(text).exists():
+            raise Trouble("bad_value", f"{strength!r} in {text} is no strength.", hint=f"Write {Path(path).name}:0.8, for example.") from None
         return text, 1.0
+
+
+def _setting(text: str) -> tuple[str, str]:
+    """KEY=VALUE."""
+    key, sign, value = text.partition("=")
+    if not sign:
+        raise Trouble("bad_value", f"--set {text} names no value.", hint=f"Write --set {text}=VALUE, or --remove {text}.")
+    return key, value
 
 
 class _Bar:

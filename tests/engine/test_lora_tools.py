@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -404,3 +405,39 @@ def test_the_command_line(two, tmp_path, capsys):
     assert lora_tools.main(["strengths", str(out)]) == 0
     assert "transformer_blocks.0" in capsys.readouterr().out
     assert set(TOOLS) == {"convert", "merge", "resize", "extract", "bake", "metadata", "to_safetensors", "strengths"}
+
+
+@pytest.mark.parametrize(
+    "typed, said",
+    [
+        ("merge A:0 B:0 --out OUT", "All strengths are 0"),
+        ("merge A:1 A:-1 --out OUT", "cancel each other"),
+        ("merge A:abc --out OUT", "'abc' in A:abc is no strength. Write one.safetensors:0.8"),
+        ("merge A:nan --out OUT", "strength of one.safetensors is nan"),
+        ("merge A --out OUT --rank 0", "The rank is 0"),
+        ("merge A --out FOLDER", "is no name for a file"),
+        ("merge A --out OUT.txt", "does not end in .safetensors, so no program would find it. Call it out.safetensors.safetensors."),
+        ("resize A OUT --rank 0", "The rank is 0"),
+        ("resize A OUT --energy 1.5", "The energy is 1.5"),
+        ("resize A OUT", "Give either a rank or a share"),
+        ("extract A B OUT --rank -5", "The rank is -5"),
+        ("bake MODEL A:0 --out OUT", "All strengths are 0"),
+        ("metadata A --set note --out OUT", "--set note names no value"),
+        ("metadata A --set =x --out OUT", "A metadata key has no name"),
+        ("metadata A --remove note --out OUT", "There is no metadata 'note' to remove"),
+        ("metadata A --out OUT", "Nothing is to be changed"),
+    ],
+)
+def test_what_makes_no_sense_is_said_and_nothing_is_written(two, tmp_path, capsys, typed, said):
+    before, out = sorted(tmp_path.iterdir()), tmp_path / "out.safetensors"
+    names = {"A": two[0], "B": two[1], "OUT": out, "FOLDER": tmp_path, "MODEL": tmp_path}
+    words = re.sub(r"\b(A|B|OUT|FOLDER|MODEL)\b", lambda found: str(names[found[0]]), typed).split()
+    assert lora_tools.main(words) == 1
+    assert said in capsys.readouterr().err.replace(str(two[0]), "A") and sorted(tmp_path.iterdir()) == before
+
+
+def test_a_file_at_strength_zero_is_left_out_of_a_merge(two, tmp_path, capsys):
+    out = tmp_path / "out.safetensors"
+    assert lora_tools.main(["merge", f"{two[0]}:0", f"{two[1]}:1", "--out", str(out)]) == 0
+    assert "1 file merged exactly; 1 at strength 0 left out." in capsys.readouterr().out
+    assert load_file(out)["diffusion_model.transformer_blocks.1.attn.to_v.lora_A.weight"].shape[0] == 3
