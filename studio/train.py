@@ -234,10 +234,12 @@ def view(studio: Studio, tab: Train, choice: dict, seen: dict, use: Use | None =
     one = run_view.signature(run)
     use = use if run and run.live else None
     watching = watched(seen, run.name if run else "", use)
+    if use and watching.get("predicted", ("",))[0] != run.name:
+        watching |= {"predicted": (run.name, predicted_bytes(studio, run))}
     every = (run.name if run else "", tuple((r.name, r.status, r.step) for r in found), int(now // 60))
     out = [gr.skip()] * len(tab.live_outputs)
     if seen.get("run") != one or seen.get("runs") != every or use:  # every minute too: it says how long ago
-        out[0] = run_view.head(run, now=now) + graph(watching.get("use", ()), use, predicted=0)
+        out[0] = run_view.head(run, now=now) + _use_graph(watching, run, use)
     if seen.get("run") != one:
         out[1] = run_view.loss_curve(run, runs.loss_series(run.folder, points=draw.MOST_POINTS) if run else runs.LossSeries())
         out[2] = run_view.samples(studio, run)
@@ -254,6 +256,21 @@ def view(studio: Studio, tab: Train, choice: dict, seen: dict, use: Use | None =
     if seen.get("plan") != plan:
         out[7] = plan_of(studio, config, choice["card"])
     return out, watching | {"run": one, "runs": every, "plan": plan}
+
+
+def _use_graph(watching: dict, run: runs.Run | None, use: Use | None) -> str:
+    if use is None:
+        return ""
+    return graph(watching.get("use", ()), use, predicted=watching["predicted"][1], told=run.memory)
+
+
+def predicted_bytes(studio: Studio, run: runs.Run) -> int:
+    """The likely peak of a run with its settings on this machine, 0 where nothing is known."""
+    try:
+        config = runs.config_of(run.folder)
+        return plan_panel.estimate(studio, config.model.model, config, what_if="").plan.peak_high_bytes
+    except Trouble:
+        return 0
 
 
 def plan_of(studio: Studio, config: TrainingConfig, what_if: str) -> str:

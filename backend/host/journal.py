@@ -209,7 +209,7 @@ def _take_saved(journal: Journal, values: dict) -> None:
 
 
 def _take_memory(journal: Journal, values: dict) -> None:
-    journal.memory = values
+    journal.memory = journal.memory | values
 
 
 def _take_note(journal: Journal, values: dict) -> None:

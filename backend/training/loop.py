@@ -16,7 +16,7 @@ from backend.schema.messages import Trouble
 from backend.training import shards
 from backend.training.batches import Batch, epoch_batches, of_step, steps_of_epoch
 from backend.training.checkpoint import clear_leftovers
-from backend.training.measured import keep, tell
+from backend.training.measured import beside_tensors, keep, tell
 from backend.training.objective import seed_of
 from backend.training.optimizers import rate_factor, set_rates
 from backend.training.peaks import BACKWARD, FORWARD, OPTIMIZER
@@ -185,7 +185,7 @@ def after_step(run: Run, step: int, pace: Pace, *, asked: bool) -> None:
     if run.aside and (step % config.samples.validation_every == 0 or last):
         run.reporter.event("validation", step=step, loss=validation_loss(run))
     if step in (1, 10):
-        run.reporter.event("memory", **memory())
+        run.reporter.event("memory", **memory(), **beside_tensors(run))
     if due or asked or last:
         keep(run)
     if asked or last:

@@ -7,6 +7,7 @@ import contextlib
 from backend.catalog import foresee, learnt
 from backend.catalog.plan import fixed_of
 from backend.catalog.sizes import ModelSizes, sizes_of
+from backend.engine import live
 from backend.engine.memory import probe
 from backend.schema.places import places
 from backend.schema.vram import GIB, Card
@@ -24,6 +25,19 @@ def tell(run) -> None:
     predicted, measured = _highest(both)
     run.reporter.event("memory", **memory(), predicted_bytes=predicted, measured_bytes=measured, phases=both)
     run.reporter.note(f"Memory at most: predicted {_size(predicted)}, measured {_size(measured)} ({_sentence(both)}).")
+
+
+def beside_tensors(run) -> dict[str, int]:
+    """On a CPU, what the process holds beside weights and the optimizer's state, between two steps: its libraries, mostly. Who watches the
+    process from outside sees them in everything that it takes."""
+    if run.device.type != "cpu":
+        return {}
+    parts = {**run.learner.parts, "vae": run.vae}
+    state = sum(
+        value.nbytes for one in run.optimizers for values in one.state.values() for value in values.values() if hasattr(value, "nbytes")
+    )
+    held = live.weight_bytes(parts, run.device) + state
+    return {"libraries_bytes": max(0, memory()["ram_bytes"] - held)}
 
 
 def keep(run) -> None:
