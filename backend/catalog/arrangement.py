@@ -9,7 +9,7 @@ DENOISERS = ("dit", "dit2")
 FP8 = "float8_e4m3fn"
 TRAINING_RUNGS = frozenset((
     "use_gradient_checkpointing", "use_gradient_checkpointing_offload", "customized_optimizer", "fp8_models",
-    "enable_model_cpu_offload", "enable_optimizer_cpu_offload",
+    "offload_models", "resident_blocks", "offload_device", "enable_optimizer_cpu_offload",
 ))  # fmt: skip
 
 
@@ -44,6 +44,9 @@ class Work:
     saved_number_bytes: int = 2  # of a result
     idle_numel: int = 0  # of those that train, what gets no gradient
     can: frozenset[str] = TRAINING_RUNGS  # knobs that the trainer has
+    step_cache: bool = False
+    compiled: bool = False
+    fp8_products: bool = False
 
     @property
     def encodes(self) -> bool:
@@ -56,9 +59,11 @@ class PartLayout:
     """Where one part's weights are: always on the card, there in its phase, or block by block from `home`."""
 
     mode: str = "resident"  # "resident" | "parked" | "streamed"
-    storage: str = "bfloat16"
+    storage: str = "bfloat16"  # a dtype, or a method that rounds (`rounded.py`)
     home: str = "ram"  # "ram" | "disk", of what is not on the card
     on_card: int = 0  # blocks that stay while the others are streamed
+    whole: bool = False  # what a compiled block takes is cast all together
+    codes: bool = False  # FP8 is multiplied with as it is
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 
-from backend.catalog.arrangement import Fixed, Layout, PartLayout, Work, Working
+from backend.catalog import faster
+from backend.catalog.arrangement import Fixed, Layout, Work, Working
 from backend.catalog.sizes import ModelSizes, PartSizes
 from backend.catalog.speed import Speed
 from backend.schema.vram import DTYPE_BYTES, PhasePlan
 
 POOL = {"least": 1.2, "native": 1.6, "expandable": 1.25}
-STAGING_BUFFERS = 2
 BASE_DEPTH = 2
 TILES_AND_WHOLE = 5.3  # overlapping tiles, rows and the picture that they are joined to, over the picture's own bytes
 
@@ -59,6 +59,13 @@ def encoded(point: dict, sizes: ModelSizes, work: Work) -> dict:
 
 def denoise(part: PartSizes, point: dict, work: Work, fixed: Fixed) -> Working:
     """One pass through the transformer."""
+    more = faster.step_cache_bytes(part, point, work.computing) if work.step_cache else 0
+    more += faster.products_bytes(part, point) if work.fp8_products else 0
+    plain = _denoise(part, point, work, fixed)
+    return Working(plain.live + more, plain.least + more, plain.likely + more)
+
+
+def _denoise(part: PartSizes, point: dict, work: Work, fixed: Fixed) -> Working:
     one, factor = _form(part, f"denoise/{{}}/b{min(point['b'], 2)}", work.computing)
     if one is None:
         return _unknown(part, point, fixed)
@@ -146,33 +153,6 @@ def operations(part: PartSizes, point: dict, prefix: str = "operations") -> floa
         word = "d" + "-".join(str(BASE_DEPTH + (index == i)) for i in range(len(part.depths)))
         total += (depth - BASE_DEPTH) * (evaluate(forms[f"operations/{word}"], point) - shallow)
     return total
-
-
-def on_card(part: PartSizes, layout: PartLayout, active: bool, computing: str) -> tuple[int, int]:
-    """(weights, staging) bytes on the card while the part computes, or while it does not."""
-    tables = part.table.get("tables", 0)
-    if not active:
-        return (part.bytes(layout.storage, computing) + tables, 0) if layout.mode == "resident" else (0, 0)
-    cast = part.largest_matrix * DTYPE_BYTES[computing] if layout.storage.startswith("float8") else 0
-    if layout.mode != "streamed":
-        return part.bytes(layout.storage, computing) + tables, cast
-    stays = part.resident_bytes(layout.on_card, layout.storage, computing)
-    buffers = STAGING_BUFFERS * part.largest_block(layout.storage, computing) if layout.on_card < len(part.blocks) else 0
-    return part.around(layout.storage, computing) + stays + tables, buffers + cast
-
-
-def moved_bytes(part: PartSizes, layout: PartLayout, computing: str) -> int:
-    """Bytes that one pass over the blocks brings to the card."""
-    if layout.mode != "streamed" or not part.blocks:
-        return 0
-    whole = part.resident_bytes(len(part.blocks), layout.storage, computing)
-    return whole - part.resident_bytes(layout.on_card, layout.storage, computing)
-
-
-def off_card(part: PartSizes, layout: PartLayout, computing: str) -> int:
-    """Bytes in RAM of a part that waits there."""
-    waits = layout.mode != "resident" and layout.home == "ram"
-    return part.bytes(layout.storage, computing) if waits else 0
 
 
 def phase(

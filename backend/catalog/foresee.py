@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from backend.catalog import estimate, training
 from backend.catalog.arrangement import DENOISERS, FP8, Fixed, PartLayout, Work
-from backend.catalog.estimate import on_card, point_of
+from backend.catalog.estimate import point_of
 from backend.catalog.options import Terms
 from backend.catalog.sizes import ModelSizes
 from backend.catalog.speed import Speed
+from backend.catalog.weights import on_card
 from backend.catalog.work import work_of_training
 from backend.schema.vram import DISK, VramPlan
 
@@ -32,6 +33,8 @@ def _leaves(config) -> bool:
 def live_bytes(plan: VramPlan, sizes: ModelSizes, work: Work, fixed: Fixed) -> dict[str, int]:
     """Phase -> bytes of tensors alive at once on the device, were `work` done as `plan` keeps the weights."""
     layouts, point = layouts_of(plan, work.computing), point_of(sizes, work)
+    for name in layouts.keys() & set(DENOISERS):
+        layouts[name] = replace(layouts[name], whole=work.compiled, codes=work.fp8_products)
     text = [part for name, part in sizes.parts.items() if name not in (*DENOISERS, "vae")]
     dits = [sizes.parts[name] for name in DENOISERS if name in sizes.parts]
     denoising = {**point, "b": 1} if plan.halves_apart else point

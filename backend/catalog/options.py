@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from backend.catalog import estimate
-from backend.catalog.arrangement import DENOISERS, FP8, Fixed, Layout, PartLayout, Work
+from backend.catalog.arrangement import DENOISERS, FP8, Fixed, Layout, PartLayout, Work, Working
 from backend.catalog.sizes import ModelSizes, PartSizes
 from backend.catalog.speed import Speed
+from backend.catalog.weights import moved_bytes, off_card, on_card
 from backend.schema.vram import PhasePlan
 
 
@@ -24,6 +26,13 @@ class Terms:
     budget_bytes: int
     homes: tuple[str, ...]  # where weights may wait
     storages: tuple[str, ...]
+    ram_bytes: float = math.inf  # that weights may take
+
+    @property
+    def room_bytes(self) -> int:
+        """Of the budget, for tensors."""
+        fixed = self.fixed
+        return self.budget_bytes - fixed.context_high_bytes - fixed.workspace_bytes - fixed.learnt_bytes
 
     @property
     def encoders(self) -> list[PartSizes]:
@@ -65,41 +74,44 @@ def part_layouts(terms: Terms, *, modes: tuple[str, ...] = ("parked", "streamed"
             for storage in terms.storages:
                 rungs = [rung for rung, taken in (
                     ("park", mode != "resident"), ("fp8", storage == FP8), ("stream", mode == "streamed"),
-                    ("disk", mode != "resident" and home == "disk" and len(terms.homes) > 1),
+                    ("disk", mode != "resident" and home == "disk" and not terms.fixed.on_cpu),
                 ) if taken]  # fmt: skip
                 yield PartLayout(mode, storage, home), tuple(rungs), int(storage == FP8)
 
 
-def text_options(terms: Terms, modes=("parked", "streamed")) -> list[Option]:
-    """Encoding the prompts (both, one after the other, with guidance)."""
+def text_options(terms: Terms, modes=("parked", "streamed"), *, fills: bool = True) -> list[Option]:
+    """Encoding the prompts (both, one after the other, with guidance). `fills`: blocks of a streamed encoder stay as far as there is room."""
     if not terms.encoders:
         return [Option(Layout(), ())]
-    found = []
     each = [estimate.text(part, terms.point, terms.work, terms.fixed) for part in terms.encoders]
     working = max(each, key=lambda one: one.likely)
-    flops = sum(estimate.operations(part, estimate.told(part, terms.point)) for part in terms.encoders)
-    for layout, rungs, lossy in part_layouts(terms, modes=modes):
-        bare = {part.name: sum(estimate.on_card(part, layout, True, terms.work.computing)) for part in terms.encoders}
-        parts = {
-            part.name: _filled(part, layout, working, terms, extra=sum(bare.values()) - bare[part.name]) for part in terms.encoders
-        }  # fmt: skip
-        weights, staging, moved = {}, 0, 0.0
-        for part in terms.encoders:
-            held, buffers = estimate.on_card(part, parts[part.name], True, terms.work.computing)
-            weights[part.name], staging = held, max(staging, buffers)
-            moved += _entering(part, parts[part.name], terms)
-        passes = 2 if terms.work.guidance else 1
-        low, high = estimate.compute_seconds(flops * passes, terms.speed)
-        ram = sum(estimate.off_card(part, parts[part.name], terms.work.computing) for part in terms.encoders)
-        phase = estimate.phase("text", weights, working, terms.fixed, staging=staging, ram=ram, seconds=(low + moved, high + moved))
-        found.append(Option(Layout(parts), (phase,), _named("text", rungs), lossy, ram))
-    return found
+    return [_encoded(terms, *one, working=working, fills=fills) for one in part_layouts(terms, modes=modes)]
+
+
+def _encoded(terms: Terms, layout: PartLayout, rungs: tuple[str, ...], lossy: int, *, working: Working, fills: bool) -> Option:
+    encoders, computing = terms.encoders, terms.work.computing
+    parts = filled(encoders, layout, terms.room_bytes - working.likely if fills else 0, computing)
+    weights, staging = held(encoders, parts, computing)
+    passes = 2 if terms.work.guidance and not terms.work.targets else 1
+    moved = sum(
+        _entering(part, parts[part.name], terms)
+        + estimate.move_seconds(moved_bytes(part, parts[part.name], computing) * (passes - 1), layout.home, terms.speed)
+        for part in encoders
+    )
+    flops = sum(estimate.operations(part, estimate.told(part, terms.point)) for part in encoders)
+    low, high = estimate.compute_seconds(flops * passes, terms.speed)
+    ram = sum(off_card(part, parts[part.name], computing) for part in encoders)
+    phase = estimate.phase("text", weights, working, terms.fixed, staging=staging, ram=ram, seconds=(low + moved, high + moved))
+    return Option(Layout(parts), (phase,), _named("text", rungs), lossy, ram)
 
 
 def denoise_options(terms: Terms, modes=("parked", "streamed")) -> list[Option]:
     """All steps of all pictures; the halves of guidance together, or one after the other for less memory."""
-    apart = (False, True) if terms.work.guidance else (False,)
+    apart, work = (False, True) if terms.work.guidance else (False,), terms.work
     layouts = list(part_layouts(terms, modes=modes))
+    if work.fp8_products:  # the request itself wants weights stored so
+        layouts = [(one, tuple(rung for rung in rungs if rung != "fp8"), 0) for one, rungs, _ in part_layouts(replace(terms, storages=(FP8,)), modes=modes)]
+    layouts = [(replace(one, whole=work.compiled, codes=work.fp8_products), *rest) for one, *rest in layouts]
     return [_denoised(terms, *each, apart=one) for one in apart for each in layouts]
 
 
@@ -107,21 +119,21 @@ def _denoised(terms: Terms, layout: PartLayout, rungs: tuple[str, ...], lossy: i
     work, first = terms.work, terms.denoisers[0]
     point = {**terms.point, "b": 1} if apart else terms.point
     working = max((estimate.denoise(part, point, work, terms.fixed) for part in terms.denoisers), key=lambda one: one.likely)
-    parts = {part.name: _filled(part, layout, working, terms, extra=work.lora_bytes) for part in terms.denoisers}
-    held, staging = estimate.on_card(first, parts[first.name], True, work.computing)
-    weights = {first.name: held}
-    if layout.mode == "resident":
-        weights = {part.name: estimate.on_card(part, layout, True, work.computing)[0] for part in terms.denoisers}
+    room = terms.room_bytes - working.likely - work.lora_bytes
+    parts = {}
+    for part in terms.denoisers:  # one after the other
+        parts |= filled([part], layout, room, work.computing)
+    weights, staging = held(terms.denoisers if layout.mode == "resident" else [first], parts, work.computing)
     flops = estimate.operations(first, {**point, "b": 1}) * terms.point["b"]
     passes = 2 if apart else 1
-    cast = first.numel * 3 * passes / terms.speed.memory_bytes if layout.storage == FP8 else 0.0
-    moved = estimate.moved_bytes(first, parts[first.name], work.computing) * passes
+    cast = first.numel * 3 * passes / terms.speed.memory_bytes if layout.storage == FP8 and not layout.codes else 0.0
+    moved = moved_bytes(first, parts[first.name], work.computing) * passes
     aside = estimate.move_seconds(moved, layout.home, terms.speed)
     entering = sum(_entering(part, parts[part.name], terms) for part in terms.denoisers)
     seconds = tuple(
         max(pace + cast, aside) * work.steps * work.count + entering for pace in estimate.compute_seconds(flops, terms.speed)
     )  # fmt: skip
-    ram = sum(estimate.off_card(part, parts[part.name], work.computing) for part in terms.denoisers)
+    ram = sum(off_card(part, parts[part.name], work.computing) for part in terms.denoisers)
     phase = estimate.phase(
         "denoise", weights, working, terms.fixed, staging=staging, adapter=work.lora_bytes, ram=ram, seconds=seconds
     )
@@ -155,22 +167,29 @@ def _decoded(terms: Terms, part: PartSizes, layout: PartLayout, tiled: bool) -> 
         first = estimate.decode(part, point, dtype, terms.fixed, stage="encode")
         phases.insert(0, estimate.phase("encode", weights, first, terms.fixed, seconds=estimate.compute_seconds(flops, terms.speed)))
     rungs = (("tile",) if tiled else ()) + (("park",) if layout.mode == "parked" else ())
-    ram = estimate.off_card(part, layout, dtype)
+    ram = off_card(part, layout, dtype)
     return Option(Layout({"vae": layout}, tiled=tiled), tuple(phases), rungs, int(tiled), ram)
 
 
-def _filled(part: PartSizes, layout: PartLayout, working, terms: Terms, extra: int = 0) -> PartLayout:
-    """A streamed part with as many blocks staying on the card as the budget allows."""
+def held(parts: list[PartSizes], layouts: dict[str, PartLayout], computing: str) -> tuple[dict[str, int], int]:
+    """(weights of each of `parts`, staging) on the card while they take turns in one phase."""
+    each = {part.name: on_card(part, layouts[part.name], True, computing) for part in parts}
+    return {name: weights for name, (weights, _) in each.items()}, max((buffers for _, buffers in each.values()), default=0)
+
+
+def filled(parts: list[PartSizes], layout: PartLayout, room_bytes: float, computing: str) -> dict[str, PartLayout]:
+    """`layout` for each of `parts`, which are on the card together; of streamed ones as many blocks stay as there is room for, the largest part first."""
+    found = {part.name: layout for part in parts}
     if layout.mode != "streamed":
-        return layout
-    fixed, count = terms.fixed, len(part.blocks)
-    room = terms.budget_bytes - working.likely - extra - fixed.context_high_bytes - fixed.workspace_bytes - fixed.learnt_bytes
-    low, high = 0, max(count - 1, 0)
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = sum(estimate.on_card(part, replace(layout, on_card=middle), True, terms.work.computing)) <= room
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return replace(layout, on_card=low)
+        return found
+    for part in sorted(parts, key=lambda one: -one.numel):
+        low, high = 0, max(len(part.blocks) - 1, 0)
+        while low < high:
+            middle = (low + high + 1) // 2
+            weights, staging = held(parts, found | {part.name: replace(layout, on_card=middle)}, computing)
+            low, high = (middle, high) if sum(weights.values()) + staging <= room_bytes else (low, middle - 1)
+        found[part.name] = replace(layout, on_card=low)
+    return found
 
 
 def _entering(part: PartSizes, layout: PartLayout, terms: Terms) -> float:

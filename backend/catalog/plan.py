@@ -11,17 +11,19 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 from backend.catalog import download, learnt, options, sentences, training
 from backend.catalog.arrangement import CPU_FIXED, DENOISERS, Fixed, Layout, PartLayout, Work
-from backend.catalog.estimate import on_card, point_of
+from backend.catalog.estimate import point_of
 from backend.catalog.options import FP8, Option, Terms
 from backend.catalog.sizes import ModelSizes, sizes_of, spread
 from backend.catalog.spec import ModelSpec
 from backend.catalog.speed import Speed, speed_of, what_if
+from backend.catalog.weights import on_card
 from backend.catalog.work import work_of_defaults, work_of_request, work_of_training
 from backend.schema import knobs
 from backend.schema.messages import Trouble
@@ -62,7 +64,7 @@ def plan(
     work = replace(work, **(known or {}))
     terms = _terms(sizes, work, card, preferences, speed or speed_of(card), fixed or fixed_of(card))
     groups = training.groups(terms, own) if work.targets else generation_groups(terms)
-    best, fits, verdict = _choose(groups, terms, card)
+    best, fits, verdict = _choose(groups, terms)
     return _emit(best, terms, card, fits, verdict, groups, own)
 
 
@@ -89,7 +91,8 @@ def _terms(sizes, work: Work, card: Card, preferences: Preferences, speed: Speed
     allowed = preferences.allow_fp8 and FP8 in card.dtypes and work.targets != "full"
     storages = (work.computing, FP8) if allowed else (work.computing,)
     homes = (DISK,) if card.device == "cpu" else ("ram", DISK)
-    return Terms(sizes, work, point_of(sizes, work), speed, fixed, budget_of(card), homes, storages)
+    ram = card.ram_free_bytes * RAM_SHARE - fixed.ram_bytes if card.ram_free_bytes else math.inf
+    return Terms(sizes, work, point_of(sizes, work), speed, fixed, budget_of(card), homes, storages, max(ram, 0))
 
 
 def generation_groups(terms: Terms) -> list[list[tuple[Option, ...]]]:
@@ -122,13 +125,12 @@ def _together(terms: Terms, *each: Option) -> Option:
     return Option(layout, tuple(phases), rungs, sum(option.lossy for option in each))
 
 
-def _choose(groups, terms: Terms, card: Card) -> tuple[tuple[Option, ...], bool, str]:
+def _choose(groups, terms: Terms) -> tuple[tuple[Option, ...], bool, str]:
     """(options, fits, verdict): the fastest combination whose likely peak fits, else the one that needs least."""
-    ram = card.ram_free_bytes * RAM_SHARE - terms.fixed.ram_bytes if card.ram_free_bytes else float("inf")
     fastest, least = None, None
     for group in groups:
         for chosen in itertools.product(*map(_worth_having, group)):
-            if sum(option.off_card_bytes for option in chosen) > max(ram, 0):
+            if sum(option.off_card_bytes for option in chosen) > terms.ram_bytes:
                 continue
             high = max(option.high for option in chosen)
             key = (

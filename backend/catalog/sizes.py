@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 import weakref
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
 from backend.catalog import edited
+from backend.catalog.rounded import is_rounded, saved_bytes
 from backend.catalog.spec import ModelSpec, PartSpec
 from backend.schema.messages import Trouble
 from backend.schema.places import ASSETS
 from backend.schema.vram import DTYPE_BYTES
 
 MEMORY = ASSETS / "memory"
+EMBEDDING = re.compile(r"(embed_tokens|shared|[a-z]+_embedding|embeddings?)\.weight$")  # tables of tokens, which are no linear layers
 
 
 @dataclass(frozen=True)
@@ -46,10 +50,17 @@ class PartSizes:
     depths: dict[str, int] = field(default_factory=dict)  # module list -> number of blocks
     linears: dict[str, tuple[int, int, int]] = field(default_factory=dict)  # kind of module -> (out, in, how many)
     file_bytes: int = 0  # as stored on disk
+    outside: dict[str, tuple[int, int]] = field(default_factory=dict)  # linear layers around the blocks -> (out, in)
+    in_file: tuple[int, ...] = ()  # bytes of each block on disk
+    file_dtype: str = "bfloat16"  # what most of the file is in
 
     @lru_cache(maxsize=4096)  # noqa: B019 (parts are few and live as long as their models are listed)
     def bytes(self, storage: str, computing: str) -> int:
-        """All weights, blocks stored as `storage`. What lies around the blocks is never stored in FP8."""
+        """All weights, blocks stored as `storage`. What lies around the blocks is never stored in FP8; rounding reaches all linear layers."""
+        if is_rounded(storage):
+            around = ((name, rows, columns, 1) for name, (rows, columns) in self.outside.items())
+            layers = (*((name, *size) for name, size in self.linears.items()), *around)
+            return self.bytes(computing, computing) - saved_bytes(storage, layers, DTYPE_BYTES[computing])
         return self.around(storage, computing) + sum(block.bytes(storage, computing) for block in self.blocks)
 
     def around(self, storage: str, computing: str) -> int:
@@ -63,6 +74,19 @@ class PartSizes:
     @lru_cache(maxsize=4096)  # noqa: B019
     def largest_block(self, storage: str, computing: str) -> int:
         return max((block.bytes(storage, computing) for block in self.blocks), default=0)
+
+    @lru_cache(maxsize=4096)  # noqa: B019
+    def file_bytes_of(self, count: int, computing: str) -> int:
+        """On disk, of those blocks that are fetched while `count` stay."""
+        stay = set(spread(len(self.blocks), count))
+        return sum(nbytes for index, nbytes in enumerate(self._in_file(computing)) if index not in stay)
+
+    def largest_in_file(self, computing: str) -> int:
+        """Bytes on disk of the largest block."""
+        return max(self._in_file(computing), default=0)
+
+    def _in_file(self, computing: str) -> tuple[int, ...]:
+        return self.in_file or tuple(block.bytes(computing, computing) for block in self.blocks)
 
     @property
     def largest_matrix(self) -> int:
@@ -183,7 +207,7 @@ def _published_part(name: str, said: dict, folder: Path | None) -> PartSizes:
     blocks = [Numbers(**_counts(table["numel"][block])) for block, depth in depths.items() for _ in range(depth)]
     other = Numbers(**_counts(table["numel"][""]))
     linears = _counted(table, depths)
-    sizes = PartSizes(name, kind, table, tuple(blocks), other, depths, linears)
+    sizes = PartSizes(name, kind, table, tuple(blocks), other, depths, linears, outside=_outside(table))
     return PartSizes(**{**sizes.__dict__, "file_bytes": sizes.bytes("bfloat16", "bfloat16")})
 
 
@@ -207,6 +231,10 @@ def _counted(table: dict, depths: dict[str, int]) -> dict[str, tuple[int, int, i
         for name, (rows, columns) in numel["linears"].items() if home else ():
             found[f"{home}.{name}"] = (rows, columns, depths[home])
     return found
+
+
+def _outside(table: dict) -> dict[str, tuple[int, int]]:
+    return {name: tuple(size) for name, size in table["numel"][""]["linears"].items()}
 
 
 def _of_spec(spec: ModelSpec, folder: Path | None) -> ModelSizes:
@@ -237,29 +265,30 @@ def _read_part(part: PartSpec, folder: Path | None) -> PartSizes:
     kind = part.network.rpartition(":")[2]
     facts = published()["networks"].get(kind, {"blocks": {}})
     lists = tuple(facts["blocks"])
-    counts: dict[tuple[str, int], list[int]] = {}
+    counts: dict[tuple[str, int], list[int]] = {}  # of a block: numbers in matrices, others, bytes in the file
     linears: dict[str, list[int]] = {}
+    outside: dict[str, tuple[int, int]] = {}
     for name, at in part.tensors.items():
         home = next((block for block in lists if name.startswith(f"{block}.")), "")
         index, _, inner = name.removeprefix(f"{home}.").partition(".") if home else ("0", "", name)
-        numbers = counts.setdefault((home, int(index)), [0, 0])
-        size = 1
-        for side in at.shape:
-            size *= side
-        matrix = len(at.shape) == 2 and name.endswith(".weight") and bool(home)
-        numbers[0 if matrix else 1] += size
-        if matrix:
+        numbers = counts.setdefault((home, int(index)), [0, 0, 0])
+        flat = len(at.shape) == 2 and name.endswith(".weight")
+        numbers[0 if flat and home else 1] += math.prod(at.shape)
+        numbers[2] += at.nbytes
+        if flat and home:
             owner = f"{home}.{inner}".removesuffix(".weight")
             linears.setdefault(owner, [at.shape[0], at.shape[1], 0])[2] += 1
+        elif flat and not EMBEDDING.search(name):
+            outside[name.removesuffix(".weight")] = (at.shape[0], at.shape[1])
     shapes = {name: tuple(at.shape) for name, at in part.tensors.items()}
     flags = tuple(flag for flag in facts.get("flags", ()) if part.config.get(flag))
     table = tables(folder).get(fingerprint(kind, shapes, lists, flags), {})
-    blocks = tuple(Numbers(*counts[key]) for key in _in_order(counts, lists))
-    depths = {home: sum(1 for key in counts if key[0] == home) for home in lists}
-    other = Numbers(*counts.get(("", 0), (0, 0)))
+    order = _in_order(counts, lists)
     return PartSizes(
-        part.name, kind, table, blocks, other, depths, {k: tuple(v) for k, v in linears.items()}, part.nbytes
-    )
+        part.name, kind, table, tuple(Numbers(*counts[key][:2]) for key in order), Numbers(*counts.get(("", 0), (0, 0))[:2]),
+        {home: sum(1 for key in counts if key[0] == home) for home in lists}, {k: tuple(v) for k, v in linears.items()}, part.nbytes,
+        outside, tuple(counts[key][2] for key in order), part.storage,
+    )  # fmt: skip
 
 
 def _in_order(counts: dict, lists: tuple[str, ...]) -> list[tuple[str, int]]:

@@ -6,9 +6,12 @@ import itertools
 from dataclasses import replace
 
 from backend.catalog import cpu_runs, estimate, options
-from backend.catalog.arrangement import Layout, PartLayout, Work, Working
-from backend.catalog.options import FP8, Option, Terms
+from backend.catalog.arrangement import FP8, Layout, PartLayout, Work, Working
+from backend.catalog.options import Option, Terms
+from backend.catalog.rounded import is_rounded
 from backend.catalog.sizes import PartSizes
+from backend.catalog.weights import STAGING_BUFFERS, moved_bytes, off_card, on_card
+from backend.schema.vram import DISK
 
 MOMENTS_8BIT = 2.1  # bytes for each trained number: two moments and their scales
 MATERIAL_BYTES = 512  # of a token's latents and noise, which a step keeps
@@ -16,24 +19,53 @@ CPU_UPDATE_BYTES = 20e9  # of RAM that an update on the CPU goes through, a seco
 
 
 def groups(terms: Terms, own: Layout) -> list[list[list[Option]]]:
-    """What can be combined: encoding (encoders take turns and leave), and the steps with the samples between them."""
-    if not terms.work.caches:
-        return [[step_options(terms, own, beside=terms.encoders)]]
-    found = [_leaving(option) for option in _encoding(terms)] or [Option(Layout(), ())]
-    return [[found, [_encode_pictures(terms)], step_options(terms, own)]]
+    """What can be combined: encoding (encoders take turns and leave), and the steps with the samples between them. Weights that are fetched
+    all wait in one place."""
+    found = []
+    for home in _homes(terms, own):
+        here = replace(terms, homes=(home,))
+        if terms.work.caches:
+            found.append([_encoding(here, own), [_encode_pictures(here)], step_options(here, own, fills=True)])
+        else:
+            found.append([step_options(here, own, beside=terms.encoders, fills=True)])
+    return found
 
 
-def _encoding(terms: Terms) -> list[Option]:
-    """Encoders come from disk, do their work and leave."""
-    can = terms.work.can
+def _homes(terms: Terms, own: Layout) -> tuple[str, ...]:
+    """Where fetched weights may wait."""
+    if terms.fixed.on_cpu or any(part.mode == "streamed" and part.home == DISK for part in own.parts.values()):
+        return (DISK,)
+    return terms.homes if "offload_device" in terms.work.can else terms.homes[:1]
+
+
+def _encoding(terms: Terms, own: Layout) -> list[Option]:
+    """Encoders come from disk, do their work and leave, or are fetched block by block; what the config says of one is done with all."""
+    if not terms.encoders:
+        return [Option(Layout(), ())]
+    can, said = terms.work.can, next((own.parts[part.name] for part in terms.encoders if part.name in own.parts), PartLayout(storage=""))
     storages = terms.storages if "fp8_models" in can else terms.storages[:1]
-    modes = ("parked", "streamed") if "enable_model_cpu_offload" in can else ("parked",)
-    return options.text_options(replace(terms, homes=terms.homes[-1:], storages=storages), modes) if terms.encoders else []
+    storages = (said.storage,) if said.storage else storages
+    parked = options.text_options(replace(terms, homes=(DISK,), storages=storages), ("parked",)) if said.mode != "streamed" else []
+    streams = said.mode == "streamed" or ("offload_models" in can and not is_rounded(said.storage))
+    streamed = options.text_options(replace(terms, storages=_fetched(terms, storages)), ("streamed",), fills=False) if streams else []
+    found = [_leaving(one, terms) for one in (*parked, *streamed) if one.off_card_bytes <= terms.ram_bytes]
+    return found or [_leaving(one, terms) for one in parked or streamed]
 
 
-def _leaving(option: Option) -> Option:
-    phases = tuple(replace(one, name="cache text") for one in option.phases)
-    return replace(option, phases=phases, rungs=tuple(rung for rung in option.rungs if rung != "park"), off_card_bytes=0)
+def _fetched(terms: Terms, storages: tuple[str, ...]) -> tuple[str, ...]:
+    """On a CPU blocks come from the file as they are."""
+    return (terms.work.computing,) if terms.fixed.on_cpu else storages
+
+
+def _leaving(option: Option, terms: Terms) -> Option:
+    """Encoding as a phase of a run: what waits in RAM was read from disk before, and goes when it is done."""
+    computing = terms.work.computing
+    read = sum(part.bytes(computing, computing) for part in terms.encoders) if option.off_card_bytes else 0
+    reading = estimate.move_seconds(read, DISK, terms.speed)
+    phases = tuple(replace(one, name="cache text", seconds=tuple(value + reading for value in one.seconds)) for one in option.phases)
+    parked = any(part.mode == "parked" for part in option.layout.parts.values())
+    rungs = tuple(rung for rung in option.rungs if rung != "park" and not (parked and rung.startswith("disk")))
+    return replace(option, phases=phases, rungs=rungs, off_card_bytes=0)
 
 
 def _encode_pictures(terms: Terms) -> Option:
@@ -47,31 +79,57 @@ def _encode_pictures(terms: Terms) -> Option:
     return Option(Layout({"vae": layout}), (phase,))
 
 
-def step_options(terms: Terms, own: Layout, *, beside: list[PartSizes] = ()) -> list[Option]:
-    """Every allowed way to take a step. `beside`: parts that must be on the card too (a text encoder that trains)."""
-    work, can = terms.work, terms.work.can
+def step_options(terms: Terms, own: Layout, *, beside: list[PartSizes] = (), fills: bool = False) -> list[Option]:
+    """Every allowed way to take a step. `beside`: parts that must be on the card too (a text encoder that trains). `fills`: of blocks that are
+    fetched as many stay as there is room for, unless the config says how many; else as many as it says."""
+    can, on_cpu = terms.work.can, terms.fixed.on_cpu
     checkpoints = {(own.checkpointed, own.checkpoints_in_ram)}
     if "use_gradient_checkpointing" in can:
         checkpoints.add((True, own.checkpoints_in_ram))
-    if "use_gradient_checkpointing_offload" in can and terms.homes[0] == "ram":
+    if "use_gradient_checkpointing_offload" in can and not on_cpu:
         checkpoints.add((True, True))
     states = {own.state_bytes} | ({MOMENTS_8BIT} if "customized_optimizer" in can and own.state_bytes == 8.0 else set())
-    if terms.homes[0] != "ram":
+    if on_cpu:
         states = {own.state_bytes}  # 8-bit optimizers need a card
-    where = {own.states_in_ram} | ({True} if "enable_optimizer_cpu_offload" in can and terms.homes[0] == "ram" else set())
-    modes = ("resident", "streamed") if "enable_model_cpu_offload" in can and work.targets != "full" else ("resident",)
-    chosen = own.parts.get("dit", PartLayout(storage=""))  # what the config says itself stays so
-    modes = ("streamed",) if chosen.mode == "streamed" else modes
-    terms = replace(terms, storages=(FP8,)) if chosen.storage == FP8 else terms
+    where = {own.states_in_ram} | ({True} if "enable_optimizer_cpu_offload" in can and not on_cpu else set())
+    layouts = _kept_layouts(terms, own)
     found = []
     for (checkpointed, in_ram), state, outside in itertools.product(sorted(checkpoints), sorted(states), sorted(where)):
         layout = replace(own, checkpointed=checkpointed, checkpoints_in_ram=in_ram, state_bytes=state, states_in_ram=outside)
-        for part, rungs, lossy in options.part_layouts(terms, modes=modes):
-            if part.storage == FP8 and "fp8_models" not in can:  # a trainer without that knob
-                continue
-            taken, rungs = _taken(own, layout), tuple(rung for rung in rungs if rung != "park")
-            found.append(_step(terms, layout, part, (*taken, *options._named("dit", rungs)), lossy + (state != own.state_bytes), beside))
+        taken = _taken(own, layout)
+        for part, rungs, lossy in layouts:
+            rungs = (*taken, *options._named("dit", tuple(rung for rung in rungs if rung != "park")))
+            one = _step(terms, layout, part, rungs, lossy + (state != own.state_bytes), beside)
+            found += _filled(terms, own, one, lambda kept, one=one, layout=layout, rungs=rungs: _step(terms, layout, kept, rungs, one.lossy, beside)) if fills else [one]
     return found
+
+
+def _kept_layouts(terms: Terms, own: Layout) -> list[tuple[PartLayout, tuple[str, ...], int]]:
+    """How the denoiser's weights may be kept: (layout, rungs, lossy). What the config says itself stays so."""
+    can, said = terms.work.can, own.parts.get("dit", PartLayout(storage=""))
+    if said.storage:
+        terms = replace(terms, storages=(said.storage,))
+    elif "fp8_models" not in can:
+        terms = replace(terms, storages=tuple(storage for storage in terms.storages if storage != FP8))
+    fetched = list(options.part_layouts(replace(terms, storages=_fetched(terms, terms.storages)), modes=("streamed",)))
+    fetched = [(replace(layout, on_card=max(said.on_card, 0)), *rest) for layout, *rest in fetched]
+    if said.mode == "streamed":
+        return fetched
+    here = list(options.part_layouts(terms, modes=("resident",)))
+    return here + (fetched if "offload_models" in can and terms.work.targets != "full" and not is_rounded(said.storage) else [])
+
+
+def _filled(terms: Terms, own: Layout, bare: Option, again) -> list[Option]:
+    """A fetched denoiser with as many blocks staying as its highest phase leaves room for; `again(layout)` is the option with that layout."""
+    part, said = terms.denoisers[0], own.parts.get("dit", PartLayout(storage="", on_card=-1)).on_card
+    kept = bare.layout.parts[part.name]
+    if kept.mode != "streamed" or (said >= 0 and bare.high <= terms.budget_bytes):
+        return [bare]
+    before = kept.on_card
+    around = bare.high - sum(on_card(part, kept, True, terms.work.computing))
+    count = options.filled([part], kept, terms.budget_bytes - around, terms.work.computing)[part.name].on_card
+    count = min(count, before) if said >= 0 else count
+    return [bare] if count == before else [again(replace(kept, on_card=count))]
 
 
 def _taken(own: Layout, layout: Layout) -> tuple[str, ...]:
@@ -92,12 +150,12 @@ def _step(terms: Terms, layout: Layout, kept: PartLayout, rungs, lossy: int, bes
     working, checkpoints, moments = _working(terms, layout)
     whole = part.numel * 4 if work.targets == "full" and part.name in work.trained else None
     trained = (0 if whole else 4 * numel) + state
-    held, staging = (whole, 0) if whole else estimate.on_card(part, kept, True, work.computing)
+    held, staging = (whole, 0) if whole else on_card(part, kept, True, work.computing)
     weights = {part.name: held + (part.table.get("tables", 0) if whole else 0)}
     weights |= {one.name: one.bytes(work.computing, work.computing) for one in beside}
     if work.samples and "vae" in terms.sizes.parts:  # it stays for the next sample
         weights["vae"] = terms.sizes.parts["vae"].bytes(work.decoder_dtype, work.decoder_dtype)
-    ram = estimate.off_card(part, kept, work.computing)
+    ram = off_card(part, kept, work.computing)
     ram += checkpoints if layout.checkpoints_in_ram else 0
     ram += int(layout.state_bytes * numel) + grads if layout.states_in_ram else 0
     phases = [estimate.phase(
@@ -158,7 +216,7 @@ def _seconds(terms: Terms, layout: Layout, kept: PartLayout, checkpoints: int) -
     work, part, speed = terms.work, terms.denoisers[0], terms.speed
     passes = (3 if work.targets == "full" else 2) + layout.checkpointed
     flops = estimate.operations(part, {**terms.point, "b": 1}) * work.batch * passes
-    moved = estimate.moved_bytes(part, kept, work.computing) * (2 + layout.checkpointed - (1 if layout.checkpointed else 0))
+    moved = 2 * moved_bytes(part, kept, work.computing) * _returning(part, kept)
     aside = estimate.move_seconds(moved, kept.home, speed)
     if layout.checkpoints_in_ram:
         aside += 2 * checkpoints / speed.link_bytes
@@ -184,19 +242,32 @@ def _sample(terms: Terms, weights: dict[str, int], staging: int, adapter: int):
     return estimate.phase("sample", weights, working, fixed, staging=staging, adapter=adapter)
 
 
+def _returning(part: PartSizes, kept: PartLayout) -> float:
+    """The share of the fetched blocks that a pass brings: where forwards turn to backwards, and back, the last two are there still."""
+    fetched = len(part.blocks) - kept.on_card
+    return max(fetched - STAGING_BUFFERS, 0) / max(fetched, 1)
+
+
 def settings(layout: Layout, terms: Terms, own: Layout) -> dict[str, object]:
     """Knobs of `TrainingConfig` that take this arrangement; only such as the config has and does not say itself (`own`)."""
     wanted: dict[str, object] = {
         "use_gradient_checkpointing": layout.checkpointed,
         "use_gradient_checkpointing_offload": layout.checkpoints_in_ram,
         "enable_optimizer_cpu_offload": layout.states_in_ram,
-        "enable_model_cpu_offload": layout.parts[terms.denoisers[0].name].mode == "streamed",
     }
     if layout.state_bytes == MOMENTS_8BIT:
         wanted["customized_optimizer"] = "adamw8bit"
+    fetched = [name for name, part in layout.parts.items() if part.mode == "streamed"]
+    said = [name for name, part in own.parts.items() if part.mode == "streamed"]
+    if not set(fetched) <= set(said):
+        wanted["offload_models"] = ",".join(dict.fromkeys((*said, *fetched)))
+    denoiser = layout.parts[terms.denoisers[0].name]
+    if denoiser.mode == "streamed":
+        wanted["resident_blocks"] = denoiser.on_card
+    if fetched and not terms.fixed.on_cpu:
+        wanted["offload_device"] = layout.parts[fetched[0]].home
     stored = [name for name, part in layout.parts.items() if part.storage == FP8]
-    if own.parts.get("dit", PartLayout()).mode == "streamed":
-        del wanted["enable_model_cpu_offload"]
-    if stored and own.parts.get("dit", PartLayout()).storage != FP8:
-        wanted["fp8_models"] = ",".join(stored)
+    said = [name for name, part in own.parts.items() if part.storage == FP8]
+    if not set(stored) <= set(said):
+        wanted["fp8_models"] = ",".join(dict.fromkeys((*said, *stored)))
     return {name: value for name, value in wanted.items() if name in terms.work.can}

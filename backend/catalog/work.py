@@ -8,6 +8,7 @@ from pathlib import Path
 
 from backend.catalog import edited
 from backend.catalog.arrangement import FP8, TRAINING_RUNGS, Layout, PartLayout, Work
+from backend.catalog.rounded import is_rounded
 from backend.catalog.sizes import ModelSizes, PartSizes, published
 from backend.schema.knobs import to_values
 from backend.schema.request import GenerationRequest
@@ -37,6 +38,9 @@ def work_of_request(request: GenerationRequest, sizes: ModelSizes, *, computing:
         lora_bytes=sum(_file_bytes(use.path) for use in request.loras),
         computing=computing,
         decoder_dtype=computing,
+        step_cache=request.step_cache > 0,
+        compiled=request.compile,
+        fp8_products=request.fp8_products,
         **{"text_tokens": tokens, **_of_edited(said, edited.sizes_of_files(request.edit_images), tokens)},
     )
 
@@ -108,18 +112,17 @@ def work_of_training(config, sizes: ModelSizes) -> tuple[Work, Layout]:
         total_steps=values.get("max_steps") or 1000,
         idle_numel=idle_numel(part, () if full else lora_targets(part, values["lora_target_modules"]), values["lora_rank"]),
         saved_number_bytes=4 if values.get("save_dtype") == "float32" else 2,
-        can=(TRAINING_RUNGS & values.keys()) - ({"enable_model_cpu_offload"} if _quantises_denoiser(values) else set()),
+        can=TRAINING_RUNGS & values.keys(),
     )
-    return work, _own_layout(values)
+    return work, _own_layout(values, sizes)
 
 
-def _own_layout(values: dict) -> Layout:
+def _own_layout(values: dict, sizes: ModelSizes) -> Layout:
     offloads = bool(values.get("use_gradient_checkpointing_offload"))
-    eight = _names_denoiser(values.get("fp8_models")) or _quantises_denoiser(values)  # four bits are counted as eight
-    away = bool(values.get("enable_model_cpu_offload")) or _names_denoiser(values.get("offload_models"))
     state = STATE_BYTES.get(values["customized_optimizer"].strip().lower(), 8.0)
+    kept = {name: _kept(values, name) for name in sizes.parts}
     return Layout(
-        parts={"dit": PartLayout("streamed" if away else "resident", FP8 if eight else "")} if eight or away else {},
+        parts={name: part for name, part in kept.items() if part != PartLayout(storage="", on_card=-1)},
         checkpointed=offloads or bool(values["use_gradient_checkpointing"]),
         checkpoints_in_ram=offloads,
         state_bytes=state + (4.0 if values.get("ema_decay") else 0.0),
@@ -127,14 +130,32 @@ def _own_layout(values: dict) -> Layout:
     )
 
 
-def _quantises_denoiser(values: dict) -> bool:
-    entries = (values.get("quant_options") or "").split(";")
-    return _names_denoiser(",".join(entry.rpartition(":")[0] for entry in entries))
+def _kept(values: dict, name: str) -> PartLayout:
+    """How the config says that the part is kept: no storage and -1 blocks where it says nothing of that."""
+    trained = [one.strip() for one in (values.get("trainable_models") or "").split(",")]
+    away = (bool(values.get("enable_model_cpu_offload")) and name not in trained) or is_named(name, values.get("offload_models"))
+    stays = values.get("resident_blocks") if name == "dit" else 0
+    return PartLayout(
+        "streamed" if away else "resident",
+        FP8 if is_named(name, values.get("fp8_models")) else _rounding(values, name),
+        "disk" if away and values.get("offload_device") == "disk" else "ram",
+        -1 if stays is None or not away else stays,
+    )
 
 
-def _names_denoiser(entries: str | None) -> bool:
-    """Whether a list of parts, by name or by file, has the transformer in it."""
-    return any(re.search(r"(^|[/:])(dit|transformer|unet)([/.]|$)", entry.strip()) for entry in (entries or "").split(","))
+def _rounding(values: dict, name: str) -> str:
+    """METHOD[/LAYERS] of `--quant_options` for the part; "" where there is none that is known."""
+    for entry in (values.get("quant_options") or "").split(";"):
+        model, _, how = entry.strip().rpartition(":")
+        if is_named(name, model) and is_rounded(how):
+            return how
+    return ""
+
+
+def is_named(name: str, entries: str | None) -> bool:
+    """Whether a list of parts, by name or by file, has the part `name` in it."""
+    words = "dit|transformer|unet" if name == "dit" else re.escape(name)
+    return any(re.search(rf"(^|[/:])({words})([/.]|$)", entry.strip()) for entry in (entries or "").split(","))
 
 
 def lora_size(part: PartSizes, wanted: str, rank: int) -> tuple[str, int]:

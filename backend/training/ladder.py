@@ -42,6 +42,7 @@ def _rungs(config) -> list[tuple[bool, list[str], str]]:
         (not memory.use_gradient_checkpointing_offload, ["--use_gradient_checkpointing_offload"],
          "keeping what activations begin from in RAM"),
         (bool(trained_parts(config)) and on_ram and _has_card(), ["--enable_optimizer_cpu_offload"], "keeping the optimizer in RAM"),
+        (bool(memory.resident_blocks), ["--resident_blocks", "0"], "keeping none of the fetched blocks on the device"),
         (frozen and not in_eight, ["--fp8_models", f"{part}"], f"storing {part} in FP8"),
         (frozen and not memory.enable_model_cpu_offload and not model.quant_options, ["--enable_model_cpu_offload"], "keeping frozen weights in RAM"),
     ]  # fmt: skip

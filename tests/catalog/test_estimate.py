@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from backend.catalog import estimate, learnt
+from backend.catalog import estimate, learnt, weights
 from backend.catalog.arrangement import Fixed, Layout, PartLayout, Work
 from backend.catalog.estimate import point_of
 from backend.catalog.identify import identify_model
@@ -172,14 +172,14 @@ def test_a_model_without_a_name_here_is_refused_with_the_names():
 def test_weights_by_state():
     part = sizes_of("Qwen-Image").parts["dit"]
     whole = part.bytes("bfloat16", "bfloat16")
-    eight = estimate.on_card(part, PartLayout("parked", "float8_e4m3fn"), True, "bfloat16")
+    eight = weights.on_card(part, PartLayout("parked", "float8_e4m3fn"), True, "bfloat16")
     assert eight[0] / whole == pytest.approx(0.5, abs=0.005)
     assert eight[1] == 2 * part.largest_matrix
-    none = estimate.on_card(part, PartLayout("streamed", on_card=0), True, "bfloat16")
+    none = weights.on_card(part, PartLayout("streamed", on_card=0), True, "bfloat16")
     assert none[1] == 2 * part.largest_block("bfloat16", "bfloat16")
-    assert estimate.on_card(part, PartLayout("parked"), False, "bfloat16") == (0, 0)
-    assert estimate.off_card(part, PartLayout("parked"), "bfloat16") == whole
-    assert estimate.off_card(part, PartLayout("parked", home="disk"), "bfloat16") == 0
+    assert weights.on_card(part, PartLayout("parked"), False, "bfloat16") == (0, 0)
+    assert weights.off_card(part, PartLayout("parked"), "bfloat16") == whole
+    assert weights.off_card(part, PartLayout("parked", home="disk"), "bfloat16") == 0
 
 
 def test_blocks_that_stay_are_spread_evenly():

@@ -181,7 +181,7 @@ def test_training_climbs_its_own_ladder():
     middle = plan("Qwen-Image", card_of(48)[0], config)
     assert middle.verdict == "green" and middle.steps and middle.peak_high_bytes < large.peak_high_bytes
     small = plan("Qwen-Image", card_of(12)[0], config)
-    assert small.verdict == "green" and small.settings["enable_model_cpu_offload"] and small.settings["use_gradient_checkpointing"]
+    assert small.verdict == "green" and small.settings["offload_models"] and small.settings["use_gradient_checkpointing"]
     assert [phase.name for phase in small.phases][-2:] == ["step", "save"]
     flags = [f"--{name}={value}" if not isinstance(value, bool) else f"--{name}" for name, value in small.settings.items() if value]
     knobs.from_flags(TrainingConfig, flags)  # what a plan says can be said to the trainer
@@ -197,13 +197,18 @@ def test_a_choice_of_the_config_is_kept():
 
 
 def test_a_quantised_denoiser_is_counted_and_neither_moved_nor_stored_otherwise():
-    entry = "Qwen/Qwen-Image:transformer/diffusion_pytorch_model*.safetensors:bitsandbytes_nf4/img_in"
-    plain, quantised = (
-        plan("Qwen-Image", card_of(30)[0], knobs.from_values(TrainingConfig, {"quant_options": said})) for said in (None, entry)
-    )
-    assert plain.settings["enable_model_cpu_offload"] and quantised.settings.keys().isdisjoint({"fp8_models", "enable_model_cpu_offload"})
-    whole = plan("Qwen-Image", card_of(141)[0], TrainingConfig())
-    assert quantised.phases[-1].weights_bytes["dit"] < 0.55 * whole.phases[-1].weights_bytes["dit"]
+    entry = "Qwen/Qwen-Image:transformer/diffusion_pytorch_model*.safetensors:{}"
+    moved = {"fp8_models", "offload_models", "resident_blocks"}
+    assert plan("Qwen-Image", card_of(30)[0], TrainingConfig()).settings.keys() & moved
+    dit, weights = sizes_of("Qwen-Image").parts["dit"], {}
+    for method in ("int8", "bitsandbytes_nf4", "bitsandbytes_nf4/img_mod.1,txt_mod.1", "torchao_fp8_w8a16"):
+        found = plan("Qwen-Image", card_of(30)[0], knobs.from_values(TrainingConfig, {"quant_options": entry.format(method)}))
+        assert not found.settings.keys() & moved
+        weights[method] = found.phases[-1].weights_bytes["dit"] / dit.numel
+    assert weights["int8"] == pytest.approx(1.00, abs=0.005) and weights["torchao_fp8_w8a16"] == pytest.approx(1.00, abs=0.005)
+    assert weights["bitsandbytes_nf4"] == pytest.approx(0.516, abs=0.003)
+    left = 60 * 2 * 3072 * 18432  # numbers in modulations that stay in 16 bits
+    assert weights["bitsandbytes_nf4/img_mod.1,txt_mod.1"] - weights["bitsandbytes_nf4"] == pytest.approx((2 - 0.516) * left / dit.numel, rel=0.01)
 
 
 def test_all_weights_training_counts_masters_gradients_and_moments():

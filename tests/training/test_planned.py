@@ -36,7 +36,7 @@ def test_a_run_takes_the_plan_s_settings(run_training, events, data, tmp_path: P
     amount = large.peak_live_bytes * 0.9 / GIB
     assert run_training(tmp_path / "run", *flags, f"{amount:.6f}", model=ASSETS / "starter") == 0
     said = next(event["plan"] for event in events(tmp_path / "run") if event["event"] == "note" and "plan" in event)
-    assert said["settings"].get("use_gradient_checkpointing") or said["settings"].get("enable_model_cpu_offload")
+    assert said["settings"].get("use_gradient_checkpointing") or said["settings"].get("offload_models")
     assert said["peak_high_bytes"] < large.peak_high_bytes
     assert run_training(tmp_path / "none", *flags, "0.001", model=ASSETS / "starter") == 2
     assert any(event["event"] == "trouble" and "does not fit" in event["message"] for event in events(tmp_path / "none"))
@@ -64,6 +64,12 @@ def test_amounts_of_memory():
 def test_what_the_config_says_itself_stays():
     said = {"fp8_models": "dit", "enable_model_cpu_offload": True, "use_gradient_checkpointing": True, "max_pixels": 1024 * 1024}
     found = plan("FLUX.1-dev", what_if("80GiB")[0], from_values(TrainingConfig, said))
-    assert "fp8_models" not in found.settings and "enable_model_cpu_offload" not in found.settings
-    assert found.settings["use_gradient_checkpointing"] and found.streamed_blocks["dit"] and not found.resident_blocks["dit"]
+    assert found.settings.keys().isdisjoint({"fp8_models", "enable_model_cpu_offload", "offload_models"})
+    assert found.settings["use_gradient_checkpointing"] and found.streamed_blocks["dit"]
+    assert found.settings["resident_blocks"] == len(found.resident_blocks["dit"]) > 0  # it was not said how many
+    for count in (0, 9):
+        found = plan("FLUX.1-dev", what_if("80GiB")[0], from_values(TrainingConfig, {**said, "resident_blocks": count}))
+        assert len(found.resident_blocks["dit"]) == count == found.settings["resident_blocks"]
+    less = plan("FLUX.1-dev", what_if("8GiB")[0], from_values(TrainingConfig, {**said, "resident_blocks": 40}))
+    assert 0 < less.settings["resident_blocks"] < 40  # it would not fit
     assert found.configs["dit"].preparing_dtype == "float8_e4m3fn"

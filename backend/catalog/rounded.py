@@ -1,0 +1,61 @@
+"""Bytes of linear layers that `--quant_options` rounds, as each method's package stores them. No torch, and none of those packages.
+
+A part's storage is then written as there: "bitsandbytes_nf4", or "int8/img_in,proj_out" with the ends of names that stay as they are.
+Checked against real layers (`tests/training/test_quantised_bytes.py`): bitsandbytes 0.50, torchao 0.18.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+BLOCK = 64  # numbers that share a factor in bitsandbytes' four bits; factors are rounded themselves, in blocks of 256
+GROUP = 128  # of torchao's four bits
+
+
+def _four_bits(rows: int, columns: int, wide: int) -> int:
+    """Half a byte a number, a byte a block, a float32 for 256 blocks, and tables: 16 and 256 float32, an offset."""
+    blocks = -(-rows * columns // BLOCK)
+    return -(-rows * columns // 2) + blocks + 4 * -(-blocks // 256) + 4 * (16 + 256 + 1)
+
+
+def _four_bits_in_groups(rows: int, columns: int, wide: int) -> int:
+    return rows * columns // 2 + 2 * 2 * rows * -(-columns // GROUP)  # a factor and a zero of 16 bits each
+
+
+METHODS: dict[str, Callable[[int, int, int], int]] = {  # (rows, columns, bytes of a number that computes) -> bytes
+    "int8": lambda rows, columns, wide: rows * columns + wide * rows,
+    "bitsandbytes_nf4": _four_bits,
+    "bitsandbytes_fp4": _four_bits,
+    "bitsandbytes_int8": lambda rows, columns, wide: rows * columns + 4 * rows,
+    "torchao_int8_w8a16": lambda rows, columns, wide: rows * columns + 5 * rows,
+    "torchao_fp8_w8a16": lambda rows, columns, wide: rows * columns + 4 * rows,
+    "torchao_int4_w4a16": _four_bits_in_groups,
+    "torchao_int8_w8a8": lambda rows, columns, wide: rows * columns + 5 * rows,
+    "torchao_fp8_w8a8": lambda rows, columns, wide: rows * columns + 4 * rows,
+}
+NO_GRADIENT = ("torchao_int4_w4a16", "torchao_int8_w8a8", "torchao_fp8_w8a8")
+
+
+def is_rounded(storage: str) -> bool:
+    """Whether `storage` is a method's, and no dtype."""
+    return storage.partition("/")[0] in METHODS
+
+
+def saved_bytes(storage: str, layers: Iterable[tuple[str, int, int, int]], wide: int) -> int:
+    """Bytes that `storage` saves over numbers of `wide` bytes. `layers`: (name without a block's number, rows, columns, how many)."""
+    method, _, left_out = storage.partition("/")
+    ends = [end.strip() for end in left_out.split(",") if end.strip()]
+    saved = 0
+    for name, rows, columns, count in layers:
+        stay = min(count, sum(_kept(name, end, count) for end in ends))
+        saved += (count - stay) * (wide * rows * columns - METHODS[method](rows, columns, wide))
+    return saved
+
+
+def _kept(name: str, end: str, count: int) -> int:
+    """How many of the `count` layers `name` the excluded `end` means: one where it names a block by its number."""
+    bare = re.sub(r"(^|\.)\d+\.", r"\1", end)
+    if not (name == bare or name.endswith(f".{bare}")):
+        return 0
+    return count if bare == end else 1
