@@ -14,7 +14,7 @@ from studio.words import clock_words, count_words, safe, size_words, time_words,
 
 MOST_WAITING = 6
 MOST_FAILED = 3
-PART_WORDS = {"dit": "the image network", "text_encoder": "the text encoder", "vae": "the picture decoder"}
+PART_WORDS = {"dit": "the image network", "text_encoder": "the text encoder", "vision": "the picture reader", "vae": "the picture decoder"}
 
 
 def busy(snapshot: EngineSnapshot) -> bool:

@@ -27,7 +27,7 @@ from backend.schema.vram import DISK, DTYPE_BYTES, VramConfig
 
 FP8 = "float8_e4m3fn"
 _WEIGHTS = "A larger reserve in the preferences, or offload_device in ModelConfig, has it so from the start."
-_NAMES = {"dit": "the transformer", "text_encoder": "the text encoder", "vae": "the autoencoder"}
+_NAMES = {"dit": "the transformer", "text_encoder": "the text encoder", "vision": "the vision tower", "vae": "the autoencoder"}
 
 
 @dataclass
