@@ -23,7 +23,7 @@ from PIL import Image
 from backend import families
 from backend.catalog import beside
 from backend.engine import api_values, diffsynth_words, faster, memory
-from backend.engine.model_config import ModelConfig, identify
+from backend.engine.model_config import ModelConfig, check_one, identify, tell_idle_limit
 from backend.engine.pipeline import Pipeline
 from backend.engine.preview import Step
 from backend.schema.knobs import from_values
@@ -63,6 +63,7 @@ class ImagePipeline:
         first step. `fp8_products`: the transformer is stored in FP8 and multiplies in FP8; faster and less exact.
         """
         diffsynth_words.refuse(others, {}, api_values.words_of(cls.from_pretrained), what="from_pretrained")
+        api_values.check_switches(compile=compile, fp8_products=fp8_products)
         faster.check(memory.check_device(str(device)), compile=compile, fp8_products=fp8_products)
         known = (cls.family,) if hasattr(cls, "family") else families.FAMILIES
         api_values.check_dtype(torch_dtype)
@@ -70,16 +71,20 @@ class ImagePipeline:
         spec, configs = identify(model_configs, known, lambda family: _pipeline_of(family).__name__)
         if not hasattr(cls, "family"):
             cls = _pipeline_of(spec.family)
+        for setting, config in (("tokenizer_config", tokenizer_config), ("processor_config", processor_config)):
+            if config is not None:
+                check_one(config, setting)
         if tokenizer_config is not None:
             spec = replace(spec, tokenizer=tokenizer_config.folder())
         if processor_config is not None:
             folder = processor_config.folder()
             spec = replace(spec, processor=folder, tokenizer=spec.tokenizer or folder)
-        made = cls(
-            Pipeline(
+        with api_values.shortage_in_words("loading", device):
+            pipeline = Pipeline(
                 spec, dtype=torch_dtype, device=device, configs=configs, vram_limit_bytes=limit, fp8_products=fp8_products
             )
-        )
+        tell_idle_limit(pipeline)
+        made = cls(pipeline)
         made.compile = compile
         return made
 
@@ -126,6 +131,7 @@ class ImagePipeline:
         if others.get("zero_cond_t") is True and getattr(getattr(self.dit, "config", None), "zero_cond_t", False):
             del others["zero_cond_t"]  # as the model's own configuration says
         diffsynth_words.refuse(others, diffsynth_words.CALL, api_values.words_of(ImagePipeline.__call__), what="A picture")
+        api_values.check_call(input_image=input_image, tiled=tiled, tile_size=tile_size, tile_stride=tile_stride, on_step=on_step, bar=progress_bar_cmd)
         asked = {"guidance": cfg_scale, "height": height, "width": width, "num_inference_steps": num_inference_steps}
         edited = api_values.pictures_of(edit_image)
         values = {**self.defaults, **self._size_of(edited), **{name: value for name, value in asked.items() if value is not None}}
@@ -144,7 +150,8 @@ class ImagePipeline:
         source = input_image if isinstance(input_image, Image.Image) else None
         tiles = diffsynth_words.tiles(tile_size, tile_stride) if tiled and (tile_size or tile_stride) else tiled
         noise = None if str(rand_device) == "cpu" else self._noise(request, rand_device)
-        with api_values.Progress(progress_bar_cmd, request.num_inference_steps, on_step) as step:
+        bar = api_values.Progress(progress_bar_cmd, request.num_inference_steps, on_step)
+        with api_values.shortage_in_words("drawing", self.pipeline.device), bar as step:
             return next(self.pipeline.draw(request, source=source, edited=edited, on_step=step, tiled=tiles, noise=noise))
 
     def _size_of(self, edited: Sequence[Image.Image]) -> dict[str, int]:
@@ -179,9 +186,11 @@ class ImagePipeline:
         source = state_dict if state_dict is not None else lora_config
         if isinstance(source, ModelConfig):
             source = source.files()[0]
-        if source is None:
-            raise Trouble("bad_value", "load_lora needs a file or a state dict.")
-        receipt = self.pipeline.add_lora(self._part_of(module), source, strength=alpha, hot=hotload)
+        if not isinstance(source, str | Path | dict):
+            given = "nothing" if source is None else f"{source!r:.80}"
+            raise Trouble("bad_value", f"load_lora needs a file or a state dict, and was given {given}.")
+        with api_values.shortage_in_words("adding a LoRA", self.pipeline.device):
+            receipt = self.pipeline.add_lora(self._part_of(module), source, strength=alpha, hot=hotload)
         if verbose:
             print(f"{receipt.name}: {receipt.layers_applied} of {receipt.layers_found} layers, {receipt.mode}")
         return receipt

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from PIL import Image
 
-from backend.engine import pictures
+from backend.engine import memory, pictures, shortage
 from backend.engine.preview import Step
 from backend.schema.messages import Trouble
 
@@ -46,6 +47,42 @@ def _picture_of(given: object) -> Image.Image:
     if isinstance(given, str | Path):
         return pictures.open_picture(given)
     raise Trouble("bad_value", f"{given!r:.80} is no picture.", hint="Give a PIL picture or a file's path.")
+
+
+def check_switches(**given: object) -> None:
+    """Raises Trouble for what is neither True nor False."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise Trouble("bad_value", f"{name} is {value!r:.80}, which is neither True nor False.")
+
+
+def check_call(*, input_image: object, tiled: object, tile_size: object, tile_stride: object, on_step: object, bar: object) -> None:
+    """Raises Trouble for what a picture cannot be asked for with."""
+    if input_image is not None and not isinstance(input_image, str | Path | Image.Image):
+        raise Trouble("bad_value", f"input_image is {input_image!r:.80}, which is no picture.", hint="Give a PIL picture or a file's path.")
+    if tiled is not None:
+        check_switches(tiled=tiled)
+    for name, value in (("tile_size", tile_size), ("tile_stride", tile_stride)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise Trouble("bad_value", f"{name} is {value!r:.80}; it is a whole number of latent cells (8 pixels), at least 1.")
+    for name, value in (("on_step", on_step), ("progress_bar_cmd", bar)):
+        if value is not None and not callable(value):
+            raise Trouble("bad_value", f"{name} is {value!r:.80}, which cannot be called.", hint="Give a function, or leave it out.")
+
+
+@contextlib.contextmanager
+def shortage_in_words(doing: str, device: object) -> Iterator[None]:
+    """Raises Trouble in place of what says that memory ran out, and lets go of what that held."""
+    try:
+        yield
+    except shortage.KINDS as error:
+        if not shortage.is_one(error):
+            raise
+        shortage.forget(error)
+        said = shortage.trouble(memory.check_device(str(device)), error, doing=doing)
+    else:
+        return
+    raise said
 
 
 def words_of(function: Callable) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from backend import families
 from backend.catalog import beside, download
 from backend.catalog.identify import fitting, identify_files, missing_of
 from backend.catalog.spec import ModelSpec
+from backend.engine import diffsynth_words
 from backend.schema.messages import Trouble
 from backend.schema.vram import VramConfig
 
@@ -40,6 +42,22 @@ class ModelConfig:
     preparing_dtype: torch.dtype | str | None = None
     computation_device: str | torch.device | None = None
     computation_dtype: torch.dtype | str | None = None
+
+    def __new__(cls, *given, **named):
+        """Raises Trouble for a word that is no setting, before Python does in words of its own."""
+        own = cls.__dataclass_fields__
+        diffsynth_words.refuse({name: value for name, value in named.items() if name not in own}, {}, own, what="ModelConfig")
+        if len(given) > len(own):
+            raise Trouble("bad_value", f"ModelConfig has {len(own)} settings, not {len(given)}.", hint="Name them, as in path=...")
+        return super().__new__(cls)
+
+    def __post_init__(self):
+        _check_texts("path", self.path, Path)
+        _check_texts("origin_file_pattern", self.origin_file_pattern)
+        for name in ("model_id", "download_source", "local_model_path"):
+            _check_text(name, getattr(self, name), *((Path,) if name == "local_model_path" else ()))
+        for name in VramConfig.__dataclass_fields__:
+            _check_text(name, getattr(self, name), torch.device if name.endswith("device") else torch.dtype)
 
     def files(self) -> list[Path]:
         """The files (or folders) meant, all of them on this machine afterwards. Raises Trouble."""
@@ -72,6 +90,42 @@ class ModelConfig:
         return first if first.is_dir() else first.parent
 
 
+def _check_text(name: str, value: object, *kinds: type) -> None:
+    """Raises Trouble for what is no text, nor of `kinds`."""
+    if value is not None and not isinstance(value, (str, *kinds)):
+        also = {Path: "a path", torch.device: "a torch.device", torch.dtype: "a torch.dtype"}
+        words = " or ".join(["a text", *(also[kind] for kind in kinds)])
+        raise Trouble("bad_value", f"ModelConfig({name}=...) is {value!r:.80}, which is not {words}.", hint="See ModelConfig's description.")
+    if isinstance(value, str) and not value.strip() and name in ("path", "model_id"):
+        raise Trouble("bad_value", f"ModelConfig({name}={value!r}) names nothing.", hint="Leave it out, or name a file.")
+
+
+def _check_texts(name: str, value: object, *kinds: type) -> None:
+    """The same for one, or a list or tuple of them that is not empty."""
+    if not isinstance(value, list | tuple):
+        return _check_text(name, value, *kinds)
+    if not value:
+        raise Trouble("bad_value", f"ModelConfig({name}=[]) names no file.", hint="Name at least one, or leave it out.")
+    for one in value:
+        _check_text(name, "" if one is None else one, *kinds)
+
+
+def check_one(config: object, setting: str) -> None:
+    """Raises Trouble for what is no ModelConfig in a place for one."""
+    if not isinstance(config, ModelConfig):
+        raise Trouble("bad_value", f"{setting} holds {config!r:.80}, which is no ModelConfig.", hint="Write ModelConfig(path=...).")
+
+
+def tell_idle_limit(pipeline) -> None:
+    """Warns where a limit was given that nothing comes under: no part waits away from the device that computes."""
+    placed = [one.states for one in pipeline.placements.values()]
+    if pipeline.limit_bytes is not None and all(states.onload.device == pipeline.device for states in placed):
+        warnings.warn(
+            f"vram_limit={pipeline.limit_bytes / 2**30:g} has no effect: no part's weights wait away from {pipeline.device}. "
+            "Give ModelConfig an offload_device and an onload_device, such as 'cpu' or 'disk'.", stacklevel=3,
+        )  # fmt: skip
+
+
 def _word(value) -> str | None:
     return None if value is None else str(value).removeprefix("torch.")
 
@@ -83,8 +137,11 @@ def identify(
 
     `known`: the families it may be of; `pipeline_of`: what the pipeline of another family is called, for the one who took the wrong one.
     """
+    if isinstance(configs, ModelConfig | str) or not isinstance(configs, Iterable):
+        raise Trouble("bad_value", f"model_configs is {configs!r:.80}, which is no list of ModelConfig.", hint="Write model_configs=[ModelConfig(path=...)].")
     parts, placed, spec = {}, {}, None
     for config in configs:
+        check_one(config, "model_configs")
         found = _found(_expanded(config.files()), known, pipeline_of)
         for name, part in found.parts.items():
             if name in parts:

@@ -24,9 +24,15 @@ _PICTURE = "<|vision_start|>{}<|vision_end|>"
 
 
 def load_tokenizer(folder):
-    """The tokenizer in `folder`."""
+    """The tokenizer in `folder`. Raises Trouble where there is none: transformers would make one that knows no word."""
+    from pathlib import Path
+
     from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
+    from backend.schema.messages import Trouble
+
+    if not any((Path(folder) / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        raise Trouble("missing_file", f"{folder} holds no tokenizer: no tokenizer.json and no vocab.json.", hint="Name the model's folder tokenizer/.")
     return Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
 
 
