@@ -1,4 +1,4 @@
-"""What training costs against the least it could: `python benchmarks/training.py [step] [pause] [start] [index] [peak] [fp8] [ladder] [optimizers]`.
+"""What training costs against the least it could: `python benchmarks/training.py [step] [pause] [start] [index] [peak] [fp8] [ladder] [optimizers] [peers --peers FOLDER]`.
 
 Ratios of CPU seconds of one thread, medians of interleaved runs in one process, where nothing else is said; every line says the load of the
 machine. The peer (`peak`, `step`) is what one writes by hand with diffusers and peft: `training_by_hand.py`. Nothing is downloaded; temporary
@@ -202,7 +202,11 @@ def fp8(steps: int = 80) -> None:
 
 if __name__ == "__main__":
     from training_ladder import ladder, optimizers
+    from training_peers import peers
 
+    given = sys.argv[1:]
+    place = given.index("--peers") if "--peers" in given else len(given)
+    installed = given[place + 1] if place < len(given) else None
     known = {
         "step": step,
         "pause": pause,
@@ -210,8 +214,9 @@ if __name__ == "__main__":
         "index": index,
         "peak": peak,
         "fp8": fp8,
+        "peers": lambda: peers(installed),
         "ladder": ladder,
         "optimizers": optimizers,
     }
-    for name in sys.argv[1:] or list(known)[:6]:
+    for name in given[:place] or list(known)[:6]:
         known[name]()
