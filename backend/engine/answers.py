@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from backend.engine import trace
 
+CPU_NUMEL = 10**9  # parameters of a network that somebody may train on a CPU
+MANY_BLOCKS = 60  # where a configuration leaves its depth to the class
 
 def serve(folder: Path, *, idle_seconds: float = 600.0) -> None:
     """Answers each `NAME.ask` ({"network", "config"}) in `folder` by a `NAME.json` beside it, for as long as questions come.
@@ -21,16 +24,34 @@ def serve(folder: Path, *, idle_seconds: float = 600.0) -> None:
         for question in sorted(folder.glob("*.ask")):
             try:
                 asked = json.loads(question.read_text(encoding="utf-8"))
-                # what a picture needs comes first; training forms take several times as long
-                trace.write(question.with_suffix(".json"), [trace.table(**asked, facts=facts, like={"forms": {}})])
-                if "lora" in facts[asked["network"].rpartition(":")[2]]:
-                    trace.write(question.with_suffix(".json"), [trace.table(**asked, facts=facts)])
+                for table in _tables(asked["network"], asked["config"], facts):
+                    trace.write(question.with_suffix(".json"), [table])
             except Exception as error:  # the helper outlives a model that it cannot trace
                 text = json.dumps({"tables": [], "trouble": f"{type(error).__name__}: {error}"})
                 question.with_suffix(".json").write_text(text, encoding="utf-8")
             question.unlink(missing_ok=True)
             last = time.monotonic()
         time.sleep(0.2)
+
+
+def _tables(network: str, config: dict, facts: dict) -> Iterator[dict]:
+    """One table after the other, each with more in it: what a picture needs, training on a card, which takes several times as long, and
+    on a CPU, of networks that anybody would train there."""
+    yield trace.table(network, config, facts=facts, like={"forms": {}})
+    known = facts[network.rpartition(":")[2]]
+    if "lora" not in known:
+        return
+    found = trace.table(network, config, facts=facts)
+    yield found
+    if "plain_tokens" in known and _numel(found, config) <= CPU_NUMEL:
+        for forms in trace.cpu_tables(network, config, known, dtypes=("bfloat16",)):
+            yield {**found, "cpu": forms}
+
+
+def _numel(table: dict, config: dict) -> int:
+    """Parameters of the whole network."""
+    each = {home: numel["matrix"] + numel["rest"] + numel["precise"] for home, numel in table["numel"].items()}
+    return each[""] + sum(each[home] * config.get(key, MANY_BLOCKS) for home, key in table["blocks"].items())
 
 
 if __name__ == "__main__":

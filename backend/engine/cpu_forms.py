@@ -6,6 +6,8 @@ one of them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from backend.engine import cpu_step, forms, shallow
@@ -19,34 +21,45 @@ RANK = 16
 CELLS, TEXTS, MANY, WIDE = ((12, 20), (16, 26), (8, 10)), (14, 33, 23), (2, 3, 5), (20, 8, 14)  # three points in general position
 
 
-def forms_of(network: str, config: dict, known: dict, dtype: torch.dtype, name: str) -> dict:
-    """All forms of a run in `dtype` (called `name`): of steps under "KERNEL/TARGETS/checkpointed|kept/DTYPE", with features and, of each
-    section, the pieces of each depth, for one picture ("b1") and more ("bn"); of samples under "KERNEL/sample/TARGETS/DTYPE" ("b1", "b2")."""
-    found = {}
+def forms_of(network: str, config: dict, known: dict, dtype: torch.dtype, name: str) -> Iterator[tuple[str, dict]]:
+    """All forms of a run in `dtype` (called `name`), what is asked for most often first.
+
+    Of steps under "KERNEL/TARGETS/checkpointed|kept/DTYPE": features and, of each section, the pieces of each depth, for one picture ("b1")
+    and more ("bn"). Of samples under "KERNEL/sample/TARGETS/DTYPE": one picture, and both halves of guidance ("b2").
+    """
     for kernel in cpu_step.KERNELS if dtype != torch.float32 else cpu_step.KERNELS[:1]:
-        for targets in (*known["lora"], "full") if kernel == "plain" else ("usual", "full"):
-            for checkpointed in (True, False):
+        sets = sorted((*known["lora"], "full"), key=lambda name: name != "usual") if kernel == "plain" else ("usual", "full")
+        for targets in sets:
+            for checkpointed in (False, True):
                 key = f"{kernel}/{targets}/{'checkpointed' if checkpointed else 'kept'}/{name}"
-                found[key] = steps(network, config, known, dtype, kernel, targets, checkpointed=checkpointed)
-        for targets in ("usual", "full"):
-            found[f"{kernel}/sample/{targets}/{name}"] = _samples(network, config, known, dtype, kernel, targets)
-    return found
+                yield key, steps(network, config, known, dtype, kernel, targets, checkpointed=checkpointed)
+            if targets in ("usual", "full"):
+                yield f"{kernel}/sample/{targets}/{name}", _samples(network, config, known, dtype, kernel, targets)
 
 
 def steps(network: str, config: dict, known: dict, dtype: torch.dtype, kernel: str, targets: str, *, checkpointed: bool) -> dict:
-    wanted, found = known["lora"].get(targets, []), {}
-    for many in (False, True):
-        names, points = names_of(many=many), points_of(many=many)
-        span = SPAN[kernel] | {"b": PICTURES if many else (1, 1), "r": RANKS if wanted else (1, 1)}
-        sections = {section: [] for section in SECTIONS}
-        for depths in shallow.depths_of(known):
-            few = shallow.config_of(config, known, depths)
-            tapes = [step_tape(network, few, known, dtype, wanted, point, kernel, checkpointed=checkpointed) for point in points]
-            for section, between in SECTIONS.items():
-                form = forms.fit(names, points, tapes, span, section=between, single=True)
-                sections[section].append(_centred(form["pieces"]))
-        found["bn" if many else "b1"] = _without_zeros(names, sections)
-    return found
+    """Forms of a step of one picture and of several."""
+    wanted = known["lora"].get(targets, [])
+    return {
+        name: step_form(network, config, known, dtype, kernel, wanted, many=many, checkpointed=checkpointed)
+        for name, many in (("b1", False), ("bn", True))
+    }  # fmt: skip
+
+
+def step_form(
+    network: str, config: dict, known: dict, dtype: torch.dtype, kernel: str, targets: list[str], *, many: bool, checkpointed: bool,
+) -> dict:  # fmt: skip
+    """The form of a step with adapters on `targets`, or (none) of all weights: features, and each section's pieces at each depth."""
+    names, points = names_of(many=many), points_of(many=many)
+    span = SPAN[kernel] | {"b": PICTURES if many else (1, 1), "r": RANKS if targets else (1, 1)}
+    sections = {section: [] for section in SECTIONS}
+    for depths in shallow.depths_of(known):
+        few = shallow.config_of(config, known, depths)
+        tapes = [step_tape(network, few, known, dtype, targets, point, kernel, checkpointed=checkpointed) for point in points]
+        for section, between in SECTIONS.items():
+            form = forms.fit(names, points, tapes, span, section=between, single=True)
+            sections[section].append(_centred(form["pieces"]))
+    return _without_zeros(names, sections)
 
 
 def _centred(pieces: list[list[float]]) -> list[list[float]]:

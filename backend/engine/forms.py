@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 
 import numpy
 
@@ -48,7 +49,8 @@ def fit(
     pieces = _prune(names, _running_sums(events[0], coefficients.T)[inside], span)
     form = {"features": names, "pieces": [[tidy(value) for value in piece] for piece in pieces]}
     for point, tape in zip(points, tapes, strict=True):
-        highest = max(itertools.islice(live(tape), inside.start, inside.stop), default=0)
+        alive = itertools.accumulate(_signed(tape)) if single else live(tape)  # small storages would be rounded up to blocks
+        highest = max(itertools.islice(alive, inside.start, inside.stop), default=0)
         off = abs(evaluate(form, point) - highest)
         if off > max(5 * TOLERANCE * highest, ROUNDING):
             raise ValueError(f"Bytes are not sums of {names}: {off / highest:.2%} off at a traced point.")
@@ -121,6 +123,10 @@ def pools(tapes: list[Tape]) -> dict[str, float]:
         found["expandable"].append(expandable / highest)
         found["least"].append(min(pool.least(tape, highest), expandable) / highest)
     return {name: round(max(values), 3) for name, values in found.items()}
+
+
+def _signed(tape: Tape) -> Iterator[int]:
+    return (tape.sizes[event] if event >= 0 else -tape.sizes[~event] for event in tape.events)
 
 
 def _settled(events: list[int]) -> list[int]:

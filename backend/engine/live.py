@@ -110,6 +110,11 @@ class Measure:
         self._blind = not counts and (known_bytes > 0 or not looks)
 
     @property
+    def is_free(self) -> bool:
+        """Whether the device counts by itself, so that looking costs nothing."""
+        return self._counter is not None
+
+    @property
     def highest_bytes(self) -> int:
         self._look()
         return self._known_bytes or max(self.by_phase.values(), default=0)

@@ -14,29 +14,32 @@ import torch
 
 from backend.engine import live
 from backend.training.batches import Batch
+from backend.training.cache import View
+from backend.training.source import worded
 
 FORWARD, BACKWARD, OPTIMIZER, SAMPLE, SAVE = "forward", "backward", "optimizer", "sample", "save"
 STEP = (FORWARD, BACKWARD, OPTIMIZER)
+TOKEN_SIDE = 16  # pixels of what becomes one token
 SAME_SEEN = 2  # steps on equally large batches
 
 
 class Largest(NamedTuple):
     """A batch, in the order of what it takes."""
 
-    pixels: int = 0  # of all its pictures
+    pixels: int = 0  # of all its pictures, those to edit too
     text_tokens: int = 0  # of its longest caption
     height: int = 0
     width: int = 0
     count: int = 0
+    reference_tokens: int = 0  # of what one of its samples is edited from
 
 
 class Peaks:
     """The peaks of one run. Enter `step`, `sample` and `save` around each; inside a step name what comes by `moment`."""
 
     def __init__(self, run):
-        self.run, self.counts = run, run.device.type != "cpu"
-        modules = {**run.learner.parts, "vae": run.vae}
-        self.measure = live.Measure(modules, run.device, beside=self._beside)
+        self.run, self.measure = run, live.Measure({**run.learner.parts, "vae": run.vae}, run.device, beside=self._beside)
+        self.counts = self.measure.is_free
         self.steps, self.same, self.largest, self._open = 0, 0, Largest(), False
         self._tokens: dict[str, int] = {}
         self.kept = False  # for the next estimate
@@ -103,14 +106,21 @@ class Peaks:
 
     def _size(self, batch: Batch) -> Largest:
         source = self.run.source
-        height, width = source.sizes[batch.items[0]]
-        tokens = [self.text_tokens(caption) for item in batch.items for caption in source.items[item].captions]
-        return Largest(height * width * len(batch.items), max(tokens, default=0), height, width, len(batch.items))
+        first, count = batch.items[0], len(batch.items)
+        (height, width), *edited = source.shape(first)
+        tokens = [
+            self.text_tokens(caption, source.references.get(View(item), ()))
+            for item in batch.items
+            for caption in source.items[item].captions
+        ]
+        references = sum((tall // TOKEN_SIDE) * (wide // TOKEN_SIDE) for tall, wide in edited)
+        return Largest(source.pixels(first) * count, max(tokens, default=0), height, width, count, references)
 
-    def text_tokens(self, prompt: str) -> int:
-        """0 for one that is encoded in each step."""
-        if prompt not in self._tokens:
+    def text_tokens(self, prompt: str, references: tuple[str, ...] = ()) -> int:
+        """Of a prompt with the pictures that go with it; 0 for one that is encoded in each step."""
+        name = worded(prompt, references)
+        if name not in self._tokens:
             source = self.run.source
-            known = source.texts is not None and prompt in source.texts
-            self._tokens[prompt] = len(source.text(prompt)["embeds"]) if known else 0
-        return self._tokens[prompt]
+            known = source.texts is not None and name in source.texts
+            self._tokens[name] = len(source.text(prompt, references)["embeds"]) if known else 0
+        return self._tokens[name]
