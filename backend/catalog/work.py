@@ -59,6 +59,14 @@ def _of_edited(said: dict, pictures: tuple, words: int) -> dict:
     }
 
 
+def _brought_to(said: dict, pixels: int | None) -> dict:
+    """`said` with pictures to edit brought to an area of `pixels`, where that is asked for."""
+    if not pixels or "reference_pixels" not in said:
+        return said
+    apart = said["seen_pixels"] < said["reference_pixels"]  # the text encoder is shown them smaller
+    return {**said, "reference_pixels": pixels, "seen_pixels": min(said["seen_pixels"], pixels) if apart else pixels}
+
+
 def tokens_of(num_characters: int) -> int:
     """Text tokens of so many characters, generously (English has about four to a token)."""
     return math.ceil(num_characters / 3)
@@ -98,7 +106,7 @@ def work_of_training(config, sizes: ModelSizes) -> tuple[Work, Layout]:
         frames=1,
         steps=values["sample_inference_steps"],
         guidance=values["sample_guidance"] > 1,
-        **{"text_tokens": words, **_of_edited(sizes.defaults, (), words)},
+        **{"text_tokens": words, **_of_edited(_brought_to(sizes.defaults, values.get("edit_pixels")), (), words)},
         computing=computing,
         targets=targets,
         trained=full or (base,),

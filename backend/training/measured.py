@@ -86,8 +86,8 @@ def predicted_bytes(config, sizes: ModelSizes, card: Card, largest: Largest) -> 
 
 def known_of(largest: Largest) -> dict[str, int]:
     """What of a batch does not follow from the settings alone."""
-    tokens = {"text_tokens": largest.text_tokens} if largest.text_tokens else {}
-    return {"width": largest.width, "height": largest.height, **tokens}
+    more = {name: getattr(largest, name) for name in ("text_tokens", "reference_tokens") if getattr(largest, name)}
+    return {"width": largest.width, "height": largest.height, **more}
 
 
 def _sizes(run) -> ModelSizes:

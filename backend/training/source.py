@@ -50,11 +50,14 @@ class Source:
     @property
     def shapes(self) -> list[tuple]:
         """What has to be the same in a batch: an item's size, and the sizes of what it is edited from."""
-        return [(size, *more) for size, more in zip(self.sizes, self.reference_sizes, strict=True)]
+        return [self.shape(number) for number in range(len(self.items))]
+
+    def shape(self, number: int) -> tuple[tuple[int, int], ...]:
+        return (self.sizes[number], *self.reference_sizes[number])
 
     def pixels(self, number: int) -> int:
         """Of all pictures that the network is given for an item."""
-        return sum(height * width for height, width in (self.sizes[number], *self.reference_sizes[number]))
+        return sum(height * width for height, width in self.shape(number))
 
     def refer(self, view: View, some: Iterable[Shown], key: Callable[[Shown], str]) -> dict[str, Shown]:
         """Notes that `view` is edited from `some`, and returns them by their keys."""
