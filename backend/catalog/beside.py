@@ -39,7 +39,13 @@ def tokenizer_in(root: Path | None) -> Path | None:
 def processor_in(root: Path | None) -> Path | None:
     """The processor of pictures in a model's folder."""
     found = root / "processor" if root is not None else None
-    return found if found is not None and (found / "preprocessor_config.json").is_file() else None
+    return found if found is not None and processor_settings(found) is not None else None
+
+
+def processor_settings(folder: Path) -> Path | None:
+    """The file in a processor's folder that says how pictures are cut; None where there is none. Newer transformers write another."""
+    names = ("preprocessor_config.json", "processor_config.json")
+    return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def root_of(spec: ModelSpec, family: ModuleType) -> Path | None:

@@ -94,7 +94,7 @@ class Pipeline:
                 raise Trouble(
                     "missing_part",
                     f"This needs the part {name}, which was not loaded.",
-                    hint=f"Add its file: {self.family.PARTS[name].folder}." if name in self.family.PARTS else "",
+                    hint=f"Add its files: the model's folder {getattr(self.family.PARTS.get(name), 'folder', name)}.",
                 )
         for name, placement in self.placements.items():
             if name not in names:

@@ -9,7 +9,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from backend.catalog.beside import processor_settings
 from backend.catalog.edited import REFERENCE_PIXELS, SEEN_PIXELS, reference_pixels, seen_pixels, size_within
+from backend.schema.messages import Trouble
 
 IMAGE_TOKEN = "<|image_pad|>"
 
@@ -26,12 +28,15 @@ class Processor:
 
 
 def load_processor(folder: Path, variant: str) -> Processor:
-    """The processor in `folder` (preprocessor_config.json) for `variant` ("edit", "edit-2509", "edit-2511"). It needs no torchvision.
+    """The processor in `folder` for `variant` ("edit", "edit-2509", "edit-2511"). It needs no torchvision. Raises Trouble where there is none.
 
     A model that was trained with pictures of another area says so in its model_index.json: `_reference_pixels`.
     """
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+    if processor_settings(folder) is None:
+        sentence = f"{folder} holds no processor of pictures: no preprocessor_config.json in it."
+        raise Trouble("missing_file", sentence, hint="Give the folder `processor` of a Qwen-Image-Edit.")
     pixels = reference_pixels(folder.parent)
     images = Qwen2VLImageProcessorPil.from_pretrained(folder, local_files_only=True)
     return Processor(images, variant != "edit", pixels, seen_pixels(variant, pixels))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from backend.catalog.beside import processor_settings
 from backend.catalog.edits import edits
 from backend.schema.messages import Trouble
 from backend.training.base import Base, part_digest
@@ -184,5 +185,5 @@ def processor_of(folder: Path, base: Base, *, pixels: int | None) -> tuple[objec
     if pixels is not None:
         seen = min(found.seen_pixels, pixels) if found.plus else pixels
         found = replace(found, reference_pixels=pixels, seen_pixels=seen)
-    settings = (folder / "preprocessor_config.json").read_text(encoding="utf-8")
+    settings = processor_settings(folder).read_text(encoding="utf-8")
     return found, key_of(settings, found.reference_pixels, found.seen_pixels)

@@ -24,8 +24,12 @@ pytestmark = pytest.mark.torch
 ASKED = GenerationRequest(prompt="make it red", width=48, height=48, num_inference_steps=2, guidance=3.0, seed=5)
 
 
-def loft(folder, **options) -> Pipeline:
-    return Pipeline(identify_model(folder, families.FAMILIES), dtype=torch.float32, device="cpu", **options)
+def loft(folder) -> Pipeline:
+    return open_spec(identify_model(folder, families.FAMILIES))
+
+
+def open_spec(spec) -> Pipeline:
+    return Pipeline(spec, dtype=torch.float32, device="cpu")
 
 
 def values(picture) -> list:
@@ -120,3 +124,15 @@ def test_the_worker_refuses_in_one_sentence_before_it_loads_and_a_picture_says_w
     with pytest.raises(Trouble, match=r"gone\.png"):
         ask(tiny_edit("edit"), photo.replace("photo", "gone"))
     work.unload()
+
+
+def test_what_editing_lacks_is_said_with_the_folder_to_add(tiny_edit, photo, tmp_path):
+    request = replace(ASKED, edit_images=(photo,))
+    spec = identify_model(tiny_edit("edit"), families.FAMILIES)
+    with pytest.raises(Trouble, match=r"the part processor, which was not loaded\. Add its files: the model's folder processor\."):
+        open_spec(replace(spec, processor=None)).generate(request)
+    without = {name: part for name, part in spec.parts.items() if name != "vision"}
+    with pytest.raises(Trouble, match=r"the part vision, which was not loaded\. Add its files: the model's folder text_encoder\."):
+        open_spec(replace(spec, parts=without)).generate(request)
+    with pytest.raises(Trouble, match="holds no processor of pictures"):
+        qwen_image.load_processor(tmp_path, "edit")
