@@ -106,8 +106,15 @@ def open_shown(one: Shown) -> Image.Image:
 
 
 def reference_sizes(some: Iterable[Shown], family: ModuleType, *, pixels: int) -> tuple[tuple[int, int], ...]:
-    """(height, width) at which the network is given each."""
-    return tuple(family.size_within(one.size, pixels)[::-1] for one in some)
+    """(height, width) at which the network is given each. Raises Trouble by the name of one that has no such size."""
+    found = []
+    for one in some:
+        try:
+            width, height = family.size_within(one.size, pixels)
+        except Trouble as trouble:
+            raise Trouble(trouble.kind, f"{one.picture.path.name}: {trouble.message}", hint=trouble.hint) from None
+        found.append((height, width))
+    return tuple(found)
 
 
 def sample_pictures(section, prompts: list[str]) -> list[tuple[Picture, ...]] | None:

@@ -68,7 +68,7 @@ def _check_no_edits(config, spec: ModelSpec) -> None:
     if EDIT in listed(config.dataset.extra_inputs):
         raise Trouble(
             "bad_value", f"{title} makes pictures of text alone, so it cannot be trained to edit the pictures under {EDIT} (--extra_inputs).",
-            hint="Choose Qwen-Image-Edit or a later one, or leave --extra_inputs out.",
+            hint="Choose Qwen-Image-Edit or a later one (files are known for one by their name or their folder's), or leave --extra_inputs out.",
         )  # fmt: skip
     if config.samples.sample_edit_images.strip():
         raise Trouble(

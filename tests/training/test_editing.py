@@ -218,14 +218,19 @@ def test_what_does_not_go_together(train, tmp_path, pairs, tiny_qwen, tiny_edit,
 
 def test_cuts_and_mirrors_lie_over_each_other(tmp_path: Path):
     """The edit picture is twice as large and the negative of its sample, so that in every view it has to be again."""
+    from backend.families import qwen_image
+    from backend.schema.messages import Trouble
     from backend.training.cache import open_pixels
     from backend.training.crops import cut
     from backend.training.dataset import Item, measure
-    from backend.training.edits import open_shown, shown
+    from backend.training.edits import open_shown, reference_sizes, shown, whole
 
     picture = Image.radial_gradient("L").resize((200, 120)).rotate(20).convert("RGB")
     picture.save(tmp_path / "a.png")
     ImageOps.invert(picture).resize((400, 240), Image.Resampling.LANCZOS).save(tmp_path / "old.png")
+    Image.new("RGB", (808, 8)).save(tmp_path / "strip.png")
+    with pytest.raises(Trouble, match=r"^strip\.png: A picture of 808 x 8 pixels is too narrow"):
+        reference_sizes(whole(measure([tmp_path / "strip.png"])), qwen_image, pixels=4096)
     (found,) = measure([tmp_path / "a.png"])
     item = Item(found.path, ("",), found.width, found.height, found.digest, edits=measure([tmp_path / "old.png"]))
     seen = set()
