@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,10 +19,10 @@ _EAGER = ("diffusers.models.transformers", "diffusers.models.autoencoders")
 
 
 def import_module(name: str) -> ModuleType:
-    """`importlib.import_module`, lightly for diffusers and transformers."""
-    if name in sys.modules or name.partition(".")[0] not in ("diffusers", "transformers"):
+    """`importlib.import_module`, lightly for diffusers, transformers and peft."""
+    if name in sys.modules or name.partition(".")[0] not in ("diffusers", "transformers", "peft"):
         return importlib.import_module(name)
-    with _without_compiler():
+    with _without_compiler(), _without_spread_tensors():
         if name.startswith("diffusers."):
             importlib.import_module("diffusers.models")
             for package in _EAGER:
@@ -100,7 +101,8 @@ def _without_compiler() -> Iterator[None]:
     if not isinstance(module, _Lazy):
         yield
         return
-    module._until_loaded = {"is_compiling": _no}  # networks of diffusers ask at every call
+    # What networks of diffusers, optimizers and checkpointing ask at every call; none of it means anything before something is compiled.
+    module._until_loaded = {"is_compiling": _no, "graph_break": _no, "disable": _disable}
     module._stand_ins = {
         "allow_in_graph": _as_it_is,
         "assume_constant_result": _marked_constant,
@@ -127,6 +129,21 @@ def _marked_constant(function):
 
 def _disable(function=None, recursive=True, **_):
     return _as_it_is if function is None else function
+
+
+@contextmanager
+def _without_spread_tensors() -> Iterator[None]:
+    """transformers asks whether torch can spread tensors over processes and then imports that, and with it a whole computer algebra."""
+    if "WORLD_SIZE" in os.environ:
+        yield
+        return
+    import torch
+
+    told, torch.distributed.is_available = torch.distributed.is_available, _no
+    try:
+        yield
+    finally:
+        torch.distributed.is_available = told
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import torch
 
+from backend.engine import light
 from backend.schema.messages import Trouble
 
 _REGEX = re.compile(r"[\\^$*+?()\[\]{}|]")
@@ -70,8 +71,7 @@ def _nothing(wanted: str, linear: list[str], part: str):
 
 def add_adapter(module: torch.nn.Module, section, family: ModuleType, *, part: str) -> Adapter:
     """Puts the adapter into `module` in place: its weights are float32 and train, all others do not."""
-    from peft import inject_adapter_in_model
-
+    peft = light.import_module("peft")
     from backend.engine import lean
 
     modules = target_modules(module, section.lora_target_modules, family, part=part)
@@ -81,7 +81,7 @@ def add_adapter(module: torch.nn.Module, section, family: ModuleType, *, part: s
     if section.lora_algorithm == "oft":
         _check_oft(module, modules, section)
     module.requires_grad_(False)
-    inject_adapter_in_model(_peft_config(section, modules, alpha, ranks, alphas), module, adapter_name=ADAPTER)
+    peft.inject_adapter_in_model(_peft_config(section, modules, alpha, ranks, alphas), module, adapter_name=ADAPTER)
     for name, weight in module.named_parameters():
         if f".{ADAPTER}" in name:
             weight.data = weight.data.float()

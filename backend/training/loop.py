@@ -142,7 +142,8 @@ def one_step(run: Run, groups: list[list[Batch]]) -> float | None:
             accelerator.backward(loss)
         errors += each.sum()
     run.peaks.moment(OPTIMIZER)
-    norm = accelerator.clip_grad_norm_(list(run.weights.values()), run.config.training.max_grad_norm or float("inf"))
+    accelerator.unscale_gradients()
+    norm = torch.nn.utils.clip_grad_norm_(list(run.weights.values()), run.config.training.max_grad_norm or float("inf"))
     good = math.isfinite(shards.number(norm))
     run.writer.wait()  # what is being saved is what this step begins from: nothing changes, and nothing is made, before it is on the disk
     if run.beside:
