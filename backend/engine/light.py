@@ -1,7 +1,8 @@
 """Imports the modules of networks without what they drag in and nobody here uses: less time, less memory.
 
-Three things are kept out while such a module is imported, and are as usual afterwards: the two packages of diffusers that import
-every network there is, torch's compiler (loaded on first use), and diffusers' hooks for peft (training here uses peft itself).
+Four things are kept out while such a module is imported, and are as usual afterwards: the two packages of diffusers that import
+every network there is, torch's compiler (loaded on first use), diffusers' hooks for peft (training here uses peft itself), and, in a
+process that is not one of several, transformers' ways to spread tensors.
 """
 
 from __future__ import annotations

@@ -146,7 +146,8 @@ def _digest(files: tuple[tuple[Path, int, int], ...]) -> str:
         digest.update(str(size).encode())
         with path.open("rb") as file:
             if size <= 2**26:
-                digest.update(file.read())
+                while piece := file.read(2**20):
+                    digest.update(piece)
                 continue
             digest.update(file.read(2**20))
             for place in range(1, 64):
