@@ -73,7 +73,10 @@ HEAD = """
     line.setAttribute("role", "status");
     line.textContent = "The studio does not answer. If it was stopped, start it again: this page comes back by itself.";
     const look = async () => {
-      if (!window.gradio_config) return;
+      if (window.gradio_config) await ask();
+      setTimeout(look, window.loftStudio && !line.isConnected ? 3000 : 700);
+    };
+    const ask = async () => {
       try {
         const answer = await fetch(window.gradio_config.root.replace(/\\/$/, "") + "/gradio_api/app_id", {cache: "no-store"});
         const id = (await answer.json()).app_id;
@@ -84,8 +87,7 @@ HEAD = """
         document.body.append(line);
       }
     };
-    addEventListener("load", look);
-    setInterval(look, 3000);
+    look();
   })();
   // The tab that is looked at; a reload comes back to it.
   window.loftTab = () => {

@@ -96,16 +96,18 @@ def painted(chromium, tmp_path_factory) -> Iterator[Site]:
     made.stop()
 
 
-@pytest.fixture
-def open_page(browser) -> Iterator:
-    """Opens pages, each in a browser profile of its own; at the end none may have failed, written an error or asked another host."""
-    contexts, complaints = [], []
+class Pages:
+    """Opens pages, each in a browser profile of its own, and notes what goes wrong in them: an error, or a question to another host."""
 
-    def open_one(site: Site, *, width: int = 1280, height: int = 900, dark: bool = False):
-        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light")
+    def __init__(self, browser):
+        self._browser, self._contexts, self._complaints = browser, [], []
+
+    def open(self, site: Site, *, width: int = 1280, height: int = 900, dark: bool = False):
+        scheme = "dark" if dark else "light"
+        context = self._browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
         context.set_default_timeout(WAIT_SECONDS * 1000)
-        contexts.append(context)
-        page = context.new_page()
+        self._contexts.append(context)
+        page, complaints = context.new_page(), self._complaints
         page.on("pageerror", lambda error: complaints.append(f"error in the page: {error}"))
         page.on("console", lambda said: complaints.append(said.text) if _is_failure(said, site) else None)
         page.on("request", lambda request: complaints.append(request.url) if _is_foreign(request.url) else None)
@@ -113,10 +115,39 @@ def open_page(browser) -> Iterator:
         wait_ready(page)
         return page
 
-    yield open_one
-    for context in contexts:
-        context.close()
-    assert not complaints
+    def close(self) -> None:
+        for context in self._contexts:
+            context.close()
+        self._contexts.clear()
+
+    def check(self) -> None:
+        """Nothing has gone wrong since the last check."""
+        said, self._complaints[:] = list(self._complaints), []
+        assert not said
+
+
+@pytest.fixture
+def open_page(browser) -> Iterator:
+    """Opens pages for one test."""
+    pages = Pages(browser)
+    yield pages.open
+    pages.close()
+    pages.check()
+
+
+@pytest.fixture(scope="module")
+def kept_page(browser) -> Iterator:
+    """One page for those tests of a file that do not care what its form holds: `kept_page(site)` opens it once and gives it again."""
+    pages, opened = Pages(browser), []
+
+    def page(site: Site):
+        if not opened:
+            opened.append(pages.open(site))
+        return opened[0]
+
+    page.check = pages.check
+    yield page
+    pages.close()
 
 
 def _is_failure(said, site: Site) -> bool:

@@ -23,6 +23,25 @@ def site(painted):
     return painted
 
 
+@pytest.fixture
+def page(site, kept_page):
+    """A page whose form holds whatever the tests before have left."""
+    opened = kept_page(site)
+    tab(opened, "Generate")
+    yield opened
+    kept_page.check()
+
+
+def open_settings(page) -> None:
+    """Opens the fold that takes a picture's settings, and clears what it took before."""
+    if not page.locator("#settings-from button.label-wrap.open").count():
+        page.click("#settings-from button.label-wrap")
+    taken = page.locator("#drop-png button[aria-label='Clear']")
+    if taken.count():
+        taken.click()
+    page.wait_for_selector("#drop-png input[type=file]", state="attached")
+
+
 def pictures(site: Site) -> list:
     return sorted(site.places.outputs.rglob("*.png"))
 
@@ -35,8 +54,7 @@ def ask(page, prompt: str, *, steps: int = 4, count: int = 1) -> None:
     page.click("#generate")
 
 
-def test_a_picture_is_made_shown_and_explained(site, open_page):
-    page = open_page(site)
+def test_a_picture_is_made_shown_and_explained(site, page):
     before = len(pictures(site))
     ask(page, "a red apple")
     wait_until(lambda: len(pictures(site)) == before + 1)
@@ -48,8 +66,7 @@ def test_a_picture_is_made_shown_and_explained(site, open_page):
     assert kept["request"]["prompt"] == "a red apple" and str(kept["seed"]) in receipt
 
 
-def test_the_gallery_and_the_form_survive_a_reload(site, open_page):
-    page = open_page(site)
+def test_the_gallery_and_the_form_survive_a_reload(site, page):
     for prompt in ("a green leaf", "a blue sky"):
         before = len(pictures(site))
         ask(page, prompt)
@@ -67,8 +84,7 @@ def test_the_gallery_and_the_form_survive_a_reload(site, open_page):
     assert page.input_value("#set-prompt textarea") == "a blue sky"
 
 
-def test_cancel_ends_the_picture_and_a_reload_in_between_changes_nothing(site, open_page):
-    page = open_page(site)
+def test_cancel_ends_the_picture_and_a_reload_in_between_changes_nothing(site, page, open_page):
     before = len(pictures(site))
     ask(page, "a long wait", steps=200, count=64)
     page.wait_for_selector("#progress .work >> text=Generating")
@@ -84,8 +100,7 @@ def test_cancel_ends_the_picture_and_a_reload_in_between_changes_nothing(site, o
     assert len(pictures(site)) < before + 64
 
 
-def test_a_killed_worker_is_told_in_a_sentence_and_the_next_picture_is_made(site, open_page):
-    page = open_page(site)
+def test_a_killed_worker_is_told_in_a_sentence_and_the_next_picture_is_made(site, page):
     ask(page, "a short life", steps=200)
     page.wait_for_selector("#progress .work >> text=Generating")
     end_process(site.worker_pid())
@@ -100,7 +115,7 @@ def test_a_killed_worker_is_told_in_a_sentence_and_the_next_picture_is_made(site
     page.wait_for_selector("#progress .notice.bad", state="detached")
 
 
-def test_a_dropped_picture_fills_the_form_and_names_what_is_missing(site, open_page, tmp_path):
+def test_a_dropped_picture_fills_the_form_and_names_what_is_missing(site, page, tmp_path):
     request = {
         "model": "nobody/nothing", "prompt": "a dropped picture", "negative_prompt": "", "width": 160, "height": 96,
         "num_inference_steps": 7, "guidance": 2.0, "seed": "99", "count": 4, "input_image": None,
@@ -111,8 +126,7 @@ def test_a_dropped_picture_fills_the_form_and_names_what_is_missing(site, open_p
     chunk.add_itxt("loft", json.dumps({"request": request, "seed": "101", "loras": receipt}))
     Image.new("RGB", (160, 96)).save(tmp_path / "dropped.png", pnginfo=chunk)
     Image.new("RGB", (8, 8)).save(tmp_path / "plain.png")
-    page = open_page(site)
-    page.click("#settings-from button >> nth=0")
+    open_settings(page)
     drop(page, "#drop-png button", tmp_path / "plain.png")
     page.wait_for_selector("#said .notice.bad >> text=holds no settings")
     page.click("#drop-png button[aria-label='Clear']")
@@ -123,10 +137,12 @@ def test_a_dropped_picture_fills_the_form_and_names_what_is_missing(site, open_p
     assert page.input_value("#set-prompt textarea") == "a dropped picture"
     assert page.input_value("#set-width input") == "160" and page.input_value("#set-seed input") == "101"
     assert not page.is_checked("#fresh-seed input")
+    page.fill("#set-model input", "loft/starter")
+    page.press("#set-model input", "Enter")
+    wait_until(lambda: kept(site).get("model") == "loft/starter")
 
 
-def test_the_trash_takes_a_picture_and_says_where_it_is(site, open_page):
-    page = open_page(site)
+def test_the_trash_takes_a_picture_and_says_where_it_is(site, page):
     before = len(pictures(site))
     ask(page, "a thing to throw away")
     wait_until(lambda: len(pictures(site)) == before + 1)
@@ -146,8 +162,7 @@ def test_only_configured_folders_are_served(site):
         assert refused.value.code == 403
 
 
-def test_a_picture_made_here_brings_its_settings_back_when_it_is_dropped(site, open_page):
-    page = open_page(site)
+def test_a_picture_made_here_brings_its_settings_back_when_it_is_dropped(site, page):
     page.fill("#set-negative_prompt textarea", "fog and rain")
     page.fill("#set-guidance input[type=number]", "2.5")
     before = set(pictures(site))
@@ -157,7 +172,7 @@ def test_a_picture_made_here_brings_its_settings_back_when_it_is_dropped(site, o
     seed = int(json.loads(Image.open(made).info["loft"])["seed"])
     for field, other in (("prompt textarea", "else"), ("negative_prompt textarea", ""), ("guidance input[type=number]", "4"), ("seed input", "7")):
         page.fill(f"#set-{field}", other)
-    page.click("#settings-from button >> nth=0")
+    open_settings(page)
     drop(page, "#drop-png button", made)
     page.wait_for_selector(f"#said .notice.good >> text={made.name}")
     page.wait_for_function("document.querySelector('#set-prompt textarea').value === 'a lighthouse'")
@@ -172,14 +187,13 @@ def kept(site: Site) -> dict:
     return session.read_values(session.request_file(site.places))
 
 
-def test_what_is_typed_while_an_answer_is_on_its_way_stays(site, open_page, tmp_path):
+def test_what_is_typed_while_an_answer_is_on_its_way_stays(site, page, tmp_path):
     chunk = PngImagePlugin.PngInfo()
     chunk.add_itxt("loft", json.dumps({"request": {"model": "loft/starter", "prompt": "late", "width": 192}, "seed": "5"}))
     Image.new("RGB", (8, 8)).save(tmp_path / "late.png", pnginfo=chunk)
-    page = open_page(site)
     page.fill("#set-width input", "128")
     held = Held(page, "late.png")
-    page.click("#settings-from button >> nth=0")
+    open_settings(page)
     page.set_input_files("#drop-png input[type=file]", tmp_path / "late.png")
     held.wait()
     page.fill("#set-prompt textarea", "typed meanwhile")
@@ -189,8 +203,7 @@ def test_what_is_typed_while_an_answer_is_on_its_way_stays(site, open_page, tmp_
     wait_until(lambda: (kept(site).get("prompt"), kept(site).get("width")) == ("typed meanwhile", 192))
 
 
-def test_what_is_typed_before_the_form_is_filled_stays(site, open_page):
-    page = open_page(site)
+def test_what_is_typed_before_the_form_is_filled_stays(site, page):
     page.fill("#set-prompt textarea", "kept before")
     page.fill("#set-width input", "144")
     wait_until(lambda: (kept(site).get("prompt"), kept(site).get("width")) == ("kept before", 144))
@@ -208,8 +221,7 @@ def test_what_is_typed_before_the_form_is_filled_stays(site, open_page):
     wait_until(lambda: (kept(site).get("prompt"), kept(site).get("width")) == ("typed early", 144))
 
 
-def test_what_cannot_be_is_said_at_its_field_or_brought_into_range(site, open_page):
-    page = open_page(site)
+def test_what_cannot_be_is_said_at_its_field_or_brought_into_range(site, page):
     steps = "#set-num_inference_steps input[type=number]"
     for typed, brought in (("0", "1"), ("999", "200"), ("", "1")):
         page.fill(steps, typed)
@@ -227,23 +239,7 @@ def test_what_cannot_be_is_said_at_its_field_or_brought_into_range(site, open_pa
     page.wait_for_selector("#said .notice.bad >> text=The prompt is empty")
 
 
-def test_a_studio_that_was_started_again_is_found_by_the_page(site, open_page):
-    page = open_page(site)
-    page.fill("#set-prompt textarea", "before the end")
-    wait_until(lambda: kept(site).get("prompt") == "before the end")
-    page.wait_for_function("window.loftStudio")  # the page has asked the studio who it is
-    page.evaluate("window.same = true")
-    site.kill()
-    page.wait_for_selector("#away")
-    assert "does not answer" in page.inner_text("#away")
-    site.start()
-    page.wait_for_function("window.same === undefined && document.querySelector('#strip .now')")
-    page.wait_for_selector("#away", state="detached")
-    page.wait_for_function("document.querySelector('#set-prompt textarea').value === 'before the end'")
-
-
-def test_the_theme_changes_at_once_and_stays(site, open_page):
-    page = open_page(site)
+def test_the_theme_changes_at_once_and_stays(site, page):
     tab(page, "Preferences")
     for wish, dark in (("Dark", True), ("Light", False), ("Dark", True)):
         page.click(f"#preference-theme label >> text={wish}")
@@ -260,8 +256,7 @@ def preferences(site: Site) -> dict:
     return session.read_values(session.preferences_file(site.places))
 
 
-def test_a_device_that_is_not_here_is_refused(site, open_page):
-    page = open_page(site)
+def test_a_device_that_is_not_here_is_refused(site, page):
     tab(page, "Preferences")
     field = page.locator("#preference-device input")
     field.fill("cuda:77")
@@ -274,11 +269,28 @@ def test_a_device_that_is_not_here_is_refused(site, open_page):
     assert page.inner_text("#preference-download_source").count("Hugging Face") == 1
 
 
-def test_a_narrow_window_needs_no_sideways_scrolling(site, open_page):
-    page = open_page(site, width=768)
+def test_a_narrow_window_needs_no_sideways_scrolling(site, page):
+    usual = page.viewport_size
     for width in (768, 390):
         page.set_viewport_size({"width": width, "height": 900})
         for name in ("Generate", "LoRAs and models", "Train", "Preferences"):
             tab(page, name)
-            page.wait_for_timeout(300)
-            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+            page.wait_for_selector("[role=tab][aria-selected=true] >> text=" + name)
+            page.evaluate("() => new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (name, width)
+    page.set_viewport_size(usual)
+
+
+def test_a_studio_that_was_started_again_is_found_by_the_page(site, open_page):
+    page = open_page(site)
+    page.fill("#set-prompt textarea", "before the end")
+    wait_until(lambda: kept(site).get("prompt") == "before the end")
+    page.wait_for_function("window.loftStudio")  # the page has asked the studio who it is
+    page.evaluate("window.same = true")
+    site.kill()
+    page.wait_for_selector("#away")
+    assert "does not answer" in page.inner_text("#away")
+    site.start()
+    page.wait_for_function("window.same === undefined && document.querySelector('#strip .now')")
+    page.wait_for_selector("#away", state="detached")
+    page.wait_for_function("document.querySelector('#set-prompt textarea').value === 'before the end'")

@@ -25,8 +25,8 @@ TYPED = """([field, value]) => new Promise((resolve) => {
 })"""
 
 
-def test_the_plan_follows_each_keystroke(painted, open_page):
-    page = open_page(painted)
+def test_the_plan_follows_each_keystroke(painted, kept_page):
+    page = kept_page(painted)
     page.wait_for_selector("#plan .plan-head b")
     sides = [256 + 64 * number for number in range(1, 13)]
     took = [page.evaluate(TYPED, ["#set-width input", str(side)]) for side in sides]
@@ -38,11 +38,12 @@ def test_the_plan_follows_each_keystroke(painted, open_page):
         assert max(took) < 150, took
 
 
-def test_another_card_changes_the_verdict_s_card_and_is_marked(painted, open_page):
-    page = open_page(painted)
+def test_another_card_changes_the_verdict_s_card_and_is_marked(painted, kept_page):
+    page = kept_page(painted)
     page.wait_for_selector("#plan .plan-cards")
     page.click('#plan [data-what="8GiB"]')
     page.wait_for_function("document.querySelector('#plan .plan-head').textContent.includes('an 8 GB card')")
     assert page.get_attribute('#plan [data-what="8GiB"]', "aria-pressed") == "true"
     page.click('#plan [data-what=""]')
     page.wait_for_function("document.querySelector('#plan .plan-head').textContent.includes('this machine')")
+    kept_page.check()
