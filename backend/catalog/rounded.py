@@ -34,6 +34,7 @@ METHODS: dict[str, Callable[[int, int, int], int]] = {  # (rows, columns, bytes 
     "torchao_int8_w8a8": lambda rows, columns, wide: rows * columns + 5 * rows,
     "torchao_fp8_w8a8": lambda rows, columns, wide: rows * columns + 4 * rows,
 }
+KEPT_IN_FULL = ("torchao_int8_w8a16", "torchao_fp8_w8a16")  # autograd keeps each layer's weight in full until its backward pass
 NO_GRADIENT = ("torchao_int4_w4a16", "torchao_int8_w8a8", "torchao_fp8_w8a8")
 
 
@@ -51,6 +52,14 @@ def saved_bytes(storage: str, layers: Iterable[tuple[str, int, int, int]], wide:
         stay = min(count, sum(_kept(name, end, count) for end in ends))
         saved += (count - stay) * (wide * rows * columns - METHODS[method](rows, columns, wide))
     return saved
+
+
+def kept_bytes(storage: str, part, computing_bytes: int, *, checkpointed: bool) -> int:
+    """Of full weights that a step keeps besides: those of all blocks, or checkpointed of one; and a float32 of the one that is being made."""
+    if storage.partition("/")[0] not in KEPT_IN_FULL:
+        return 0
+    matrices = [block.matrix for block in part.blocks]
+    return computing_bytes * (max(matrices, default=0) if checkpointed else sum(matrices)) + 4 * part.largest_matrix
 
 
 def _kept(name: str, end: str, count: int) -> int:

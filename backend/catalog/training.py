@@ -8,10 +8,10 @@ from dataclasses import replace
 from backend.catalog import cpu_runs, estimate, options
 from backend.catalog.arrangement import FP8, Layout, PartLayout, Work, Working
 from backend.catalog.options import Option, Terms
-from backend.catalog.rounded import is_rounded
+from backend.catalog.rounded import is_rounded, kept_bytes
 from backend.catalog.sizes import PartSizes
 from backend.catalog.weights import STAGING_BUFFERS, moved_bytes, off_card, on_card
-from backend.schema.vram import DISK
+from backend.schema.vram import DISK, DTYPE_BYTES
 
 MOMENTS_8BIT = 2.1  # bytes for each trained number: two moments and their scales
 MATERIAL_BYTES = 512  # of a token's latents and noise, which a step keeps
@@ -151,6 +151,7 @@ def _step(terms: Terms, layout: Layout, kept: PartLayout, rungs, lossy: int, bes
     whole = part.numel * 4 if work.targets == "full" and part.name in work.trained else None
     trained = (0 if whole else 4 * numel) + state
     held, staging = (whole, 0) if whole else on_card(part, kept, True, work.computing)
+    staging += kept_bytes(kept.storage, part, DTYPE_BYTES[work.computing], checkpointed=layout.checkpointed)
     weights = {part.name: held + (part.table.get("tables", 0) if whole else 0)}
     weights |= {one.name: one.bytes(work.computing, work.computing) for one in beside}
     if work.samples and "vae" in terms.sizes.parts:  # it stays for the next sample
