@@ -24,7 +24,7 @@ import torch
 from backend.catalog.identify import identify_model
 from backend.catalog.plan import plan
 from backend.catalog.sizes import published
-from backend.engine import forms, live, memory, stages, tape
+from backend.engine import forms, live, memory, stages, tape, vision_tower
 from backend.engine.pipeline import Pipeline
 from backend.engine.planning import Placing
 from backend.families import FAMILIES
@@ -40,6 +40,8 @@ CASES = (
     ("QwenImageTransformer2DModel", {"num_layers": 4}, {"h": 166, "w": 166, "t": 96, "b": 2}, "forward"),
     ("QwenImageTransformer2DModel", {"num_layers": 4}, {"h": 128, "w": 128, "t": 96}, "checkpointed"),
     ("QwenImageTransformer2DModel", {"num_layers": 4}, {"h": 128, "w": 128, "t": 96}, "kept"),
+    ("QwenImageTransformer2DModel", {"num_layers": 4, "zero_cond_t": True}, {"h": 256, "w": 128, "t": 325}, "forward"),  # and a picture to edit
+    (vision_tower.KIND, "qwen", {"t": 1369}, "see"),
     ("FluxTransformer2DModel", {"num_layers": 2, "num_single_layers": 4}, {"h": 128, "w": 128, "t": 512}, "forward"),
     ("FluxTransformer2DModel", {"num_layers": 2, "num_single_layers": 4}, {"h": 128, "w": 128, "t": 512}, "checkpointed"),
     ("FluxTransformer2DModel", {"num_layers": 2, "num_single_layers": 4}, {"h": 128, "w": 128, "t": 512}, "kept"),
@@ -55,11 +57,14 @@ CASES = (
 def config_of(kind: str, config) -> dict:
     if config == "flux":
         return published()["families"]["flux"]["variants"]["flux.1-dev"]["parts"]["vae"]["config"]
+    if config == "qwen":
+        return published()["families"]["qwen_image"]["variants"]["qwen-image-edit"]["parts"]["vision"]["config"] | {"depth": 8}
     return config
 
 
 def prepared(kind: str, config: dict, what: str) -> torch.nn.Module:
-    module = stages.build(f"diffusers:{kind}", config, BF16)
+    package = "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl" if kind == vision_tower.KIND else "diffusers"
+    module = stages.build(f"{package}:{kind}", config, BF16)
     if what in ("checkpointed", "kept"):
         stages.add_lora(module, published()["networks"][kind]["lora"]["attention"], 16, torch.float32)
         module.train()
@@ -71,6 +76,8 @@ def prepared(kind: str, config: dict, what: str) -> torch.nn.Module:
 def work_of(module: torch.nn.Module, point: dict, what: str):
     if what == "forward":
         return lambda _: stages.velocity(module, point, BF16)
+    if what == "see":
+        return lambda _: vision_tower.see(module, point, BF16)
     if what in ("decode", "encode_image"):
         return lambda _: getattr(stages, what)(module, point, BF16)
     return stages.train_step(module, point, BF16)
