@@ -16,7 +16,7 @@ from PIL import Image, UnidentifiedImageError
 from backend.schema.messages import Trouble
 from backend.schema.places import Places
 from backend.schema.request import GenerationRequest
-from studio.pictures import is_inside, keep_input, thumbnail
+from studio.pictures import is_inside, is_ours, keep_input, thumbnail
 from studio.studio import Studio, live
 from studio.words import safe
 
@@ -137,5 +137,5 @@ def paths_of(value: str | None) -> tuple[str, ...]:
 def check_here(paths: Sequence[str], places: Places) -> None:
     """Raises Trouble for the first of `paths` that is not one of the studio's own files."""
     for number, path in enumerate(paths, 1):
-        if not (is_inside(Path(path), (places.user / "inputs", places.outputs)) and Path(path).is_file()):
+        if not is_ours(path, places):
             raise Trouble("bad_value", f"Picture {number}, {Path(path).name}, is not here any more.", hint="Remove it or add it again.")

@@ -15,7 +15,7 @@ from studio.asking import Keeping
 from studio.engine_view import busy, progress_panel
 from studio.form import Form
 from studio.lora_rows import LoraRows
-from studio.pictures import is_inside, keep_input, stamp
+from studio.pictures import is_inside, is_ours, keep_input, stamp
 from studio.session import config_from, read_values, request_file, settled, write_values
 from studio.studio import Studio
 from studio.use_graph import Use, graph, watched
@@ -78,9 +78,9 @@ def remembered(studio: Studio) -> tuple[GenerationRequest, tuple[LoraUse, ...]]:
         if isinstance(use, dict) and "path" in use
     )
     request = config_from(GenerationRequest, values)
-    if request.input_image and not Path(request.input_image).is_file():
-        request = replace(request, input_image=None)
-    return request, uses
+    start = request.input_image if request.input_image and is_ours(request.input_image, studio.places) else None
+    edited = tuple(path for path in request.edit_images if is_ours(path, studio.places))
+    return replace(request, input_image=start, edit_images=edited), uses
 
 
 def wants_fresh_seed(studio: Studio) -> bool:

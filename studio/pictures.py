@@ -130,6 +130,11 @@ def is_inside(path: Path, folders: tuple[Path, ...]) -> bool:
     return any(real.is_relative_to(folder.resolve()) for folder in folders)
 
 
+def is_ours(path: Path | str, places: Places) -> bool:
+    """Whether a picture is here, among those that were made here or given to the form. Others are not opened because a file names them."""
+    return is_inside(Path(path), (places.user / "inputs", places.outputs)) and Path(path).is_file()
+
+
 def to_trash(path: Path, places: Places) -> Path:
     """Moves a file into the trash folder and says where it is now; a name that is taken gets a number."""
     places.trash.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from backend.schema.places import Places
 from backend.schema.request import GenerationRequest, LoraUse
-from studio.pictures import Settings, is_inside
+from studio.pictures import Settings, is_ours
 from studio.session import config_from, read_values, write_values
 
 SEARCH_SECONDS = 20.0
@@ -33,14 +33,14 @@ def restore(settings: Settings, *, models: Sequence[str], loras: Sequence[Path],
         values["seed"] = settings.seed
     missing = []
     start = values.get("input_image")
-    if start and not _is_ours(start, places):
+    if start and not is_ours(str(start), places):
         missing.append(f"The picture it started from, {Path(str(start)).name}, is not here.")
         values["input_image"] = None
     edited = [str(path) for path in values.get("edit_images") or ()]
-    gone = [Path(path).name for path in edited if not _is_ours(path, places)]
+    gone = [Path(path).name for path in edited if not is_ours(path, places)]
     if gone:
         missing.append(f"Of the pictures it edited, {', '.join(gone)} {'is' if len(gone) == 1 else 'are'} not here.")
-    values["edit_images"] = [path for path in edited if _is_ours(path, places)]
+    values["edit_images"] = [path for path in edited if is_ours(path, places)]
     model = str(values.get("model", ""))
     if model and model not in models and not Path(model).exists():
         missing.append(f"The model {model} is not here.")
@@ -54,12 +54,6 @@ def restore(settings: Settings, *, models: Sequence[str], loras: Sequence[Path],
         if remark:
             missing.append(remark)
     return Restored(config_from(GenerationRequest, values | {"count": 1}), tuple(found), tuple(missing))
-
-
-def _is_ours(path: object, places: Places) -> bool:
-    """Whether a picture that another one names is here, among those that were made here or given to the form. No other file is
-    opened because a picture names it."""
-    return is_inside(Path(str(path)), (places.user / "inputs", places.outputs)) and Path(str(path)).is_file()
 
 
 def find_lora(path: str, wanted: str, loras: Sequence[Path], places: Places) -> tuple[Path | None, str]:

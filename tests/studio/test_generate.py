@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gradio as gr
 import pytest
+from PIL import Image
 
 from backend.families import FAMILIES
 from backend.host.engine import Engine
 from backend.schema.request import GenerationRequest
-from studio import generate, generate_layout
+from studio import generate, generate_layout, session
 from studio.studio import Studio
 
 
@@ -28,6 +29,18 @@ def values_of(tab, request: GenerationRequest, *, fresh: bool) -> tuple:
     fields, _ = generate.fill(tab, request, (), fresh=fresh)
     plain = [value.get("value") if isinstance(value, dict) else value for value in fields]
     return (*plain, request.input_image)
+
+
+def test_pictures_of_a_data_folder_that_was_moved_do_not_come_back(laid_out, tmp_path):
+    studio, _ = laid_out
+    elsewhere, here = tmp_path / "old.png", studio.places.user / "inputs" / "here.png"
+    here.parent.mkdir(parents=True)
+    for path in (elsewhere, here):
+        Image.new("RGB", (8, 8)).save(path)
+    values = {"prompt": "x", "input_image": str(elsewhere), "edit_images": [str(elsewhere), str(here)]}
+    session.write_values(session.request_file(studio.places), values)
+    request, _ = generate.remembered(studio)
+    assert request.input_image is None and request.edit_images == (str(here),) and request.prompt == "x"
 
 
 def test_whether_a_new_seed_is_drawn_is_kept(laid_out):
