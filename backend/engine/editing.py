@@ -5,13 +5,25 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 from PIL import Image
 
 from backend.catalog.edits import check, edits
+from backend.catalog.spec import ModelSpec
 from backend.engine import pictures
+from backend.schema.request import GenerationRequest
 
-__all__ = ["check", "digest", "edits", "opened"]
+__all__ = ["check", "check_request", "digest", "edits", "opened"]
+
+
+def check_request(spec: ModelSpec, family: ModuleType, request: GenerationRequest, *, draws: bool) -> None:
+    """Before a model is loaded, raises Trouble for pictures that it cannot take, and, where the request `draws` next, for none, and for
+    files that are not there."""
+    check(spec, family, len(request.edit_images), must=draws)
+    for path in (*request.edit_images, request.input_image) if draws else ():
+        if path and not Path(path).is_file():
+            pictures.open_picture(path)
 
 
 def opened(paths: Sequence[str | Path]) -> tuple[Image.Image, ...]:

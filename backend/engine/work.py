@@ -224,7 +224,7 @@ class Work:
         spec = self._spec(request)
         family = families.by_name(spec.family)
         beside.check_size(spec, family, width=request.width, height=request.height)
-        editing.check(spec, family, len(request.edit_images), must=draws)
+        editing.check_request(spec, family, request, draws=draws)
         faster.check(self.device, compile=request.compile, fp8_products=request.fp8_products)
         key = (request.model, stamp(spec), self.preferences, request.fp8_products)
         if self.pipeline is not None and key != self._loaded_from:

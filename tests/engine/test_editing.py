@@ -118,11 +118,12 @@ def test_the_worker_refuses_in_one_sentence_before_it_loads_and_a_picture_says_w
         with pytest.raises(Trouble, match=sentence):
             ask(folder, *pictures)
         assert work.pipeline is None
+    with pytest.raises(Trouble, match=r"no picture .*gone\.png"):
+        ask(tiny_edit("edit"), photo.replace("photo", "gone"))
+    assert work.pipeline is None
     (_, result), *_ = [one for one in ask(tiny_edit("edit"), photo) if one[0] == "result"]
     settings = read_settings(result["pictures"][0])
     assert settings.request["edit_images"] == [photo]
-    with pytest.raises(Trouble, match=r"gone\.png"):
-        ask(tiny_edit("edit"), photo.replace("photo", "gone"))
     work.unload()
 
 
