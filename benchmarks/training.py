@@ -1,4 +1,4 @@
-"""What training costs against the least it could: `python benchmarks/training.py [step] [pause] [start] [index] [peak] [fp8] [ladder] [optimizers] [peers --peers FOLDER]`.
+"""What training costs against the least it could: `python benchmarks/training.py [step] [pause] [start] [index] [peak] [fp8] [ladder] [optimizers] [card] [peers --peers FOLDER]`.
 
 Ratios of CPU seconds of one thread, medians of interleaved runs in one process, where nothing else is said; every line says the load of the
 machine. The peer (`peak`, `step`) is what one writes by hand with diffusers and peft: `training_by_hand.py`. Nothing is downloaded; temporary
@@ -201,6 +201,7 @@ def fp8(steps: int = 80) -> None:
 
 
 if __name__ == "__main__":
+    from training_card import tables
     from training_ladder import ladder, optimizers
     from training_peers import peers
 
@@ -214,6 +215,7 @@ if __name__ == "__main__":
         "index": index,
         "peak": peak,
         "fp8": fp8,
+        "card": tables,
         "peers": lambda: peers(installed),
         "ladder": ladder,
         "optimizers": optimizers,

@@ -17,27 +17,39 @@ import time
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[1]
+SET = PROJECT / "assets" / "datasets" / "character"
 MIB = 2**20
 DIT = "dit,text_encoder"
-CHECKPOINTING, AWAY = "--use_gradient_checkpointing", "--enable_model_cpu_offload"
+CHECKPOINTING, IN_RAM = "--use_gradient_checkpointing", "--use_gradient_checkpointing_offload"
+AWAY, OPTIMIZER_AWAY = "--enable_model_cpu_offload", "--enable_optimizer_cpu_offload"
+FP8, INT8, NF4 = ("--fp8_models", DIT), ("--quant_options", "dit:int8"), ("--quant_options", "dit:bitsandbytes_nf4")
 RUNGS = {
     "none": (),
     "checkpointing": (CHECKPOINTING,),
-    "checkpointing, its inputs in RAM": ("--use_gradient_checkpointing_offload",),
-    "FP8 base": ("--fp8_models", DIT),
-    "int8 base": ("--quant_options", "dit:int8"),
+    "checkpointing, its inputs in RAM": (IN_RAM,),
+    "optimizer in RAM": (OPTIMIZER_AWAY,),
+    "FP8 base": FP8,
+    "int8 base": INT8,
+    "nf4 base (bitsandbytes)": NF4,
     "model CPU offload": (AWAY,),
-    "FP8 and checkpointing": ("--fp8_models", DIT, CHECKPOINTING),
-    "int8 and checkpointing": ("--quant_options", "dit:int8", CHECKPOINTING),
+    "FP8 and checkpointing": (*FP8, CHECKPOINTING),
+    "int8 and checkpointing": (*INT8, CHECKPOINTING),
+    "nf4 and checkpointing": (*NF4, CHECKPOINTING),
     "model CPU offload and checkpointing": (AWAY, CHECKPOINTING),
+    "int8, checkpointing, optimizer in RAM": (*INT8, CHECKPOINTING, OPTIMIZER_AWAY),
+    "FP8, model CPU offload, checkpoints in RAM": (*FP8, AWAY, IN_RAM),
+    "the same, and the optimizer in RAM": (*FP8, AWAY, IN_RAM, OPTIMIZER_AWAY),
 }
-FULL = ("--trainable_models", "dit", CHECKPOINTING)
+FULL = ("--trainable_models", "dit")
 OPTIMIZERS = {
-    "AdamW": (),
-    "AdamW, optimizer CPU offload": ("--enable_optimizer_cpu_offload",),
-    "Adafactor": ("--customized_optimizer", "adafactor"),
-    "Lion": ("--customized_optimizer", "lion"),
-    "AdamW in 8 bits (bitsandbytes)": ("--customized_optimizer", "adamw8bit"),
+    "AdamW, without checkpointing": (),
+    "AdamW": (CHECKPOINTING,),
+    "AdamW, checkpoints in RAM": (IN_RAM,),
+    "AdamW, optimizer CPU offload": (CHECKPOINTING, OPTIMIZER_AWAY),
+    "AdamW, checkpoints in RAM, optimizer CPU offload": (IN_RAM, OPTIMIZER_AWAY),
+    "Adafactor": (CHECKPOINTING, "--customized_optimizer", "adafactor"),
+    "Lion": (CHECKPOINTING, "--customized_optimizer", "lion"),
+    "AdamW in 8 bits (bitsandbytes)": (CHECKPOINTING, "--customized_optimizer", "adamw8bit"),
 }
 
 
@@ -141,14 +153,16 @@ def _held(module) -> int:
 
     placed = placement.of(module)
     if placed is None:
-        return sum(
-            {
-                t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-                for t in [*module.parameters(), *module.buffers()]
-            }.values()
-        )
+        kept = [*module.parameters(), *module.buffers(), *_factors(module)]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}.values())
     owned = [weight for weight in module.parameters() if weight.requires_grad]
     return sum(placed.held_bytes().values()) + sum(weight.nbytes for weight in owned)
+
+
+def _factors(module) -> list:
+    """What bitsandbytes keeps beside its 4-bit weights."""
+    states = [weight.quant_state for weight in module.parameters() if getattr(weight, "quant_state", None) is not None]
+    return [value for state in states for value in vars(state).values() if hasattr(value, "untyped_storage")]
 
 
 def _bytes(value) -> int:
