@@ -156,13 +156,30 @@ def _make_folder(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: 
 
 
 def _set_aside(folder: Path) -> None:
-    """A new run where an older one was: its state and events get another name, so that nothing of it is lost or mixed in."""
+    """A new run where an older one was: its state and events get another name, so that nothing of it is lost or mixed in.
+
+    Of one that made and saved nothing, nothing is kept.
+    """
     import time
 
+    if not _made_something(folder):
+        for name in ("events.jsonl", "loss.csv"):
+            (folder / name).unlink(missing_ok=True)
+        return
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
     for name in ("checkpoints", "events.jsonl", "loss.csv", "samples"):
         if (folder / name).exists():
             (folder / name).rename(folder / f"{name}.before-{stamp}")
+
+
+def _made_something(folder: Path) -> bool:
+    """Whether a run in `folder` made a step or saved anything."""
+    from backend.schema.messages import from_line
+
+    if (folder / "checkpoints").exists() or not (folder / "events.jsonl").exists():
+        return True  # what is not of a run is not to be judged
+    with (folder / "events.jsonl").open(encoding="utf-8", errors="replace") as lines:
+        return any(event is not None and event.event in ("step", "saved", "checkpoint") for event in map(from_line, lines))
 
 
 def _process_text(argv: list[str], folder: Path) -> str:

@@ -10,8 +10,10 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import torch
@@ -21,6 +23,7 @@ from backend.schema.messages import Trouble
 from backend.training.files import discard_folder, disk_full, is_disk_full, replacing, replacing_folder
 
 FORMAT = 1
+T = TypeVar("T")
 
 
 @dataclass
@@ -67,23 +70,41 @@ def _own(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def load_state(path: Path) -> State:
     """The state in a folder written by `save_state`. Raises Trouble for one that is not whole."""
+    step, facts = _read(path / "state.json", _step_and_facts)
+    optimizers, scaler = _read(path / "optimizers.pt", _optimizers_and_scaler)
+    mean = path / "mean.safetensors"
+    return State(
+        step=step, weights=_read(path / "weights.safetensors", load_file), optimizers=optimizers,
+        mean=_read(mean, load_file) if mean.exists() else None, scaler=scaler, random=_read(path / "random.pt", _unpickled), facts=facts,
+    )  # fmt: skip
+
+
+def _read(file: Path, reader: Callable[[Path], T]) -> T:
+    """What `reader` finds in a state's `file`, or a Trouble that says which file is damaged and what to resume from instead."""
     try:
-        said = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        more = torch.load(path / "optimizers.pt", map_location="cpu", weights_only=True)
-        mean = path / "mean.safetensors"
-        return State(
-            step=int(said["step"]),
-            weights=load_file(path / "weights.safetensors"),
-            optimizers=more["optimizers"],
-            mean=load_file(mean) if mean.exists() else None,
-            scaler=more["scaler"],
-            random=torch.load(path / "random.pt", map_location="cpu", weights_only=True),
-            facts=said["facts"],
-        )
+        return reader(file)
     except Exception as error:  # each reader has its own
+        path, why = file.parent, "is missing" if isinstance(error, FileNotFoundError) else "cannot be read"
+        others = [other for other in list_states(path.parent.parent) if other != path]
         raise Trouble(
-            "damaged", f"The state {path} cannot be read ({error}).", hint="Resume from an older one by its path."
-        ) from None
+            "damaged", f"The saved state {path} is damaged: its {file.name} {why}.",
+            hint=f"Resume from another: --resume_from_checkpoint {others[-1]}" if others else "There is no other: begin anew.",
+            detail=str(error),
+        ) from None  # fmt: skip
+
+
+def _step_and_facts(file: Path) -> tuple[int, dict]:
+    said = json.loads(file.read_text(encoding="utf-8"))
+    return int(said["step"]), said["facts"]
+
+
+def _optimizers_and_scaler(file: Path) -> tuple[list[dict], dict | None]:
+    said = _unpickled(file)
+    return said["optimizers"], said["scaler"]
+
+
+def _unpickled(file: Path):
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def list_states(folder: Path) -> list[Path]:

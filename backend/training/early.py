@@ -12,7 +12,13 @@ from backend.training.extras import EDIT, listed
 
 
 def look(config, *, index: Path) -> None:
-    """Raises Trouble for a dataset that cannot be read. What it finds out of the files is kept in `index`, so that the run need not again."""
+    """Raises Trouble for a dataset that cannot be read and for files that are not there. What it finds out of the pictures is kept in
+    `index`, so that the run need not again."""
+    _check_resume(config.output.resume_from_checkpoint)
+    for name in ("lora_checkpoint", "preset_lora_path"):
+        file = getattr(config.lora, name)
+        if file and not Path(file).is_file():
+            raise Trouble("missing_file", f"There is no LoRA file {file} (--{name}).")
     section, task = config.dataset, config.training.task
     if task.endswith(":train"):
         folder = Path(section.dataset_base_path)
@@ -27,3 +33,17 @@ def look(config, *, index: Path) -> None:
     sample_pictures(config.samples, lines_of(config.samples.sample_prompts))
     if config.prior.regularisation_path:
         read_folder(Path(config.prior.regularisation_path), prior=True)
+
+
+def _check_resume(wanted: str | None) -> None:
+    """Raises Trouble where there is nothing to go on from. `latest` is looked for by the run: there may be none yet."""
+    if not wanted or wanted == "latest":
+        return
+    if wanted.endswith(".safetensors"):
+        if not Path(wanted).is_file():
+            raise Trouble("missing_file", f"There is no file {wanted} (--resume_from_checkpoint).")
+    elif not (Path(wanted) / "state.json").is_file():
+        raise Trouble(
+            "missing_file", f"There is no saved state {wanted} (--resume_from_checkpoint).",
+            hint="A state is a folder such as OUTPUT/checkpoints/step-000100; latest is the newest in --output_path.",
+        )  # fmt: skip

@@ -103,8 +103,6 @@ def _weights_only(run, path: Path) -> None:
     """Begins from the weights in a result's file, with a fresh optimizer."""
     from safetensors.torch import load_file
 
-    if not path.is_file():
-        raise Trouble("missing_file", f"There is no file {path} (--resume_from_checkpoint).")
     if run.adapter:
         from backend.training.adapters import load_adapter
 

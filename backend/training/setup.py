@@ -269,6 +269,4 @@ def _without_gradient(learner: Learner, source: Source, config, accelerator) -> 
 def _begin_from(learner: Learner, adapter: Adapter, path: Path) -> None:
     from safetensors.torch import load_file
 
-    if not path.is_file():
-        raise Trouble("missing_file", f"There is no LoRA file {path} (--lora_checkpoint).")
     load_adapter(adapter, named_trainable(learner), load_file(path))

@@ -65,10 +65,20 @@ def test_the_newest_are_kept_and_every_so_manyth(tmp_path: Path):
 
 def test_a_damaged_state_is_said(tmp_path: Path):
     folder = save_state(tmp_path, state(1))
-    (folder / "weights.safetensors").write_bytes(b"torn")
+    for name, spoil, words in (
+        ("weights.safetensors", lambda file: file.write_bytes(b"torn"), "cannot be read"),
+        ("optimizers.pt", Path.unlink, "is missing"),
+        ("state.json", lambda file: file.write_text("{}"), "cannot be read"),
+    ):
+        spoil(folder / name)
+        with pytest.raises(Trouble) as caught:
+            load_state(folder)
+        assert caught.value.kind == "damaged" and caught.value.hint == "There is no other: begin anew."
+        assert caught.value.message == f"The saved state {folder} is damaged: its {name} {words}."
+    whole = save_state(tmp_path, state(2))
     with pytest.raises(Trouble) as caught:
         load_state(folder)
-    assert caught.value.kind == "damaged" and "step-000001" in caught.value.message
+    assert str(whole) in caught.value.hint
 
 
 @pytest.mark.slow

@@ -10,8 +10,9 @@ import pytest
 from PIL import Image
 
 from backend.schema.knobs import from_values
-from backend.schema.messages import Trouble
+from backend.schema.messages import Trouble, to_line
 from backend.schema.training import TrainingConfig
+from backend.training.__main__ import main
 from backend.training.early import look
 
 SCRIPT = """
@@ -34,6 +35,17 @@ def test_a_dataset_that_cannot_be_read_is_told_without_torch(data, tmp_path: Pat
     assert '"trouble"' in (tmp_path / "run" / "events.jsonl").read_text()
 
 
+def test_tries_that_made_nothing_do_not_pile_up(tmp_path: Path, data, capsys):
+    run = tmp_path / "run"
+    for _ in range(3):
+        assert main(["--dataset_base_path", str(tmp_path / "gone"), "--output_path", str(run)]) == 2
+    assert sorted(path.name for path in run.iterdir()) == ["config.json", "events.jsonl", "process.json"]
+    (run / "events.jsonl").write_text(to_line("step", step=1, loss=1.0) + (run / "events.jsonl").read_text())
+    assert main(["--dataset_base_path", str(tmp_path / "gone"), "--output_path", str(run)]) == 2
+    (older,) = run.glob("events.jsonl.before-*")
+    assert '"step"' in older.read_text() and '"step"' not in (run / "events.jsonl").read_text()
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -44,6 +56,10 @@ def test_a_dataset_that_cannot_be_read_is_told_without_torch(data, tmp_path: Pat
         ({"dataset_base_path": "set", "extra_inputs": "edit_image"}, "Nothing says which pictures those in set are edited from"),
         ({"dataset_base_path": "gone", "task": "sft:train"}, "The folder of encodings 'gone' does not exist"),
         ({"dataset_base_path": "set", "regularisation_path": "gone"}, "The folder gone does not exist"),
+        ({"resume_from_checkpoint": "nowhere"}, "There is no saved state nowhere (--resume_from_checkpoint). A state is a folder such as"),
+        ({"resume_from_checkpoint": "gone.safetensors"}, "There is no file gone.safetensors"),
+        ({"lora_checkpoint": "gone.safetensors"}, "There is no LoRA file gone.safetensors (--lora_checkpoint)"),
+        ({"preset_lora_path": "gone.safetensors"}, "There is no LoRA file gone.safetensors (--preset_lora_path)"),
     ],
 )  # fmt: skip
 def test_what_is_looked_for(tmp_path: Path, monkeypatch, values: dict, words: str):
