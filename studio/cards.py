@@ -14,7 +14,7 @@ from studio.draw import facts
 from studio.faces import picture_of
 from studio.shelf import family_title, fits, lora_title, model_id
 from studio.studio import Studio
-from studio.words import count_words, notice, safe, size_words, when_words
+from studio.words import count_words, notice, part_words, safe, size_words, when_words
 
 MOST_CARDS = 240
 MOST_METADATA = 80
@@ -161,11 +161,12 @@ def model_cards(found: Sequence, studio: Studio) -> str:
     lines = []
     for entry in found:
         if isinstance(entry, ModelSpec):
-            parts = ", ".join(f"{name} {size_words(part.nbytes)} {part.storage}" for name, part in entry.parts.items())
+            parts = ", ".join(f"{part_words(name)} {size_words(part.nbytes)} {part.storage}" for name, part in entry.parts.items())
             missing = (
                 f'<span class="pill warn">missing: {safe(", ".join(entry.missing))}</span>' if entry.missing else ""
             )
-            kind = f"{entry.title}{f', {entry.variant}' if entry.variant else ''}, {size_words(entry.nbytes)}"
+            plain = entry.variant in ("", "base") or entry.variant in entry.title.lower()
+            kind = f"{entry.title}{'' if plain else f', {entry.variant}'}, {size_words(entry.nbytes)}"
             lines.append(
                 f'<div class="model-line"><b>{safe(model_id(entry, studio))}</b><span>{safe(kind)}</span>'
                 f"<small>{safe(parts)}</small>{missing}</div>"

@@ -10,11 +10,10 @@ from backend.schema.vram import Card
 from studio.apart import told_apart
 from studio.draw import meter, progress
 from studio.run_view import title_of
-from studio.words import clock_words, count_words, safe, size_words, time_words, trouble_notice
+from studio.words import clock_words, count_words, part_words, safe, size_words, time_words, trouble_notice
 
 MOST_WAITING = 6
 MOST_FAILED = 3
-PART_WORDS = {"dit": "the image network", "text_encoder": "the text encoder", "vision": "the picture reader", "vae": "the picture decoder"}
 
 
 def busy(snapshot: EngineSnapshot) -> bool:
@@ -41,10 +40,14 @@ def _job_words(job: Job) -> str:
     if job.phase == "starting":
         return "Starting the engine"
     if job.phase == "loading":
-        return f"Loading {PART_WORDS.get(job.part, job.part)}" if job.part else "Loading the model"
+        return f"Loading {_part(job.part)}" if job.part else "Loading the model"
     if job.phase == "cancelling":
         return "Cancelling"
     return f"Generating, step {job.step} of {job.steps}"
+
+
+def _part(name: str) -> str:
+    return f"the {part_words(name)}"
 
 
 def strip(snapshot: EngineSnapshot, cards: Sequence[Card], live_runs: Sequence[Run]) -> str:

@@ -15,7 +15,7 @@ from backend.schema.messages import Trouble
 from backend.schema.vram import GIB, Card
 from studio import shelf
 from studio.studio import Studio
-from studio.words import notice, safe, size_words, time_words
+from studio.words import notice, part_words, safe, size_words, time_words
 
 VERDICTS = {"green": ("good", "Fits"), "amber": ("warn", "May just fit"), "red": ("bad", "Does not fit")}
 # Colour of a segment by its label; parts that are not named here take turns in the three of the first line.
@@ -149,7 +149,7 @@ def _bar(bar: Bar, scale: int, total: int) -> str:
     """One phase: segments from the left, the card's end as a line, the peak's band as a bracket."""
     pieces = "".join(
         f'<i style="width:{nbytes / scale * 100:.2f}%;background:{_colour(name)}" '
-        f'title="{safe(_name_words(name))}: {size_words(nbytes)}"></i>'
+        f'title="{safe(part_words(name))}: {size_words(nbytes)}"></i>'
         for name, nbytes in bar.segments
     )
     low, high = bar.low_bytes / scale * 100, bar.high_bytes / scale * 100
@@ -167,17 +167,12 @@ def _colour(name: str) -> str:
     return MIXED.get(found, f"var({found})")
 
 
-def _name_words(name: str) -> str:
-    named = {"dit": "image network", "dit2": "second image network", "text_encoder": "text encoder", "vae": "picture decoder", "vision": "picture reader"}
-    return named.get(name, name.replace("text_encoder_2", "second text encoder").replace("_", " "))
-
-
 def _legend(found: PageEstimate) -> str:
     """Parts of the model first, then the rest as in `COLOURS`, whichever phase they first appear in."""
     seen = dict.fromkeys(name for bar in found.bars for name, _ in bar.segments)
     names = [*(name for name in seen if name not in COLOURS), *(name for name in COLOURS if name in seen)]
     items = "".join(
-        f'<span><i style="background:{_colour(name)}"></i>{safe(_name_words(name))}</span>' for name in names
+        f'<span><i style="background:{_colour(name)}"></i>{safe(part_words(name))}</span>' for name in names
     )
     return f'<div class="plan-legend">{items}</div>'
 

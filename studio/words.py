@@ -28,6 +28,17 @@ def choice_words(choice: str) -> str:
     return CHOICES.get(choice, choice)
 
 
+PARTS = {
+    "dit": "image network", "dit2": "second image network", "text_encoder": "text encoder", "text_encoder_2": "second text encoder",
+    "vae": "picture decoder", "vision": "picture reader",
+}  # fmt: skip
+
+
+def part_words(name: str) -> str:
+    """A part of a model, or another share of memory, as people call it."""
+    return PARTS.get(name, name.replace("_", " "))
+
+
 def size_words(num_bytes: float) -> str:
     """1536 MB reads "1.5 GB": binary steps, names as drives and cards are labelled."""
     value = float(max(num_bytes, 0))

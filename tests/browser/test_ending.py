@@ -62,10 +62,11 @@ def test_a_worker_that_has_drawn_and_a_run_that_trains_end_with_the_launcher(lau
     page.fill("#set-prompt textarea", "a red apple")
     page.fill("#set-num_inference_steps input[type=number]", "2")
     page.click("#generate")
-    page.wait_for_selector("#stage img[alt='a red apple']", timeout=SLOW_SECONDS * 1000)
-    worker = processes.from_file(places.user / "worker.json")[0]
+    known = wait_until(lambda: processes.from_file(places.user / "worker.json"), SLOW_SECONDS, "the worker")
     folder = runs.create(from_values(TrainingConfig, least), places)
     runs.start(folder, places=places)  # without its engine: the worker stays, as a page that lost its run would have it
+    page.wait_for_selector("#stage img[alt='a red apple']", timeout=SLOW_SECONDS * 1000)  # both have loaded side by side
+    worker = known[0]
     before = wait_until(lambda: runs.read(folder).step > 1 and runs.read(folder), SLOW_SECONDS, "a second step")
     assert processes.alive(worker) and processes.alive(before.process)
     studio.child.send_signal(signal.SIGINT)

@@ -53,6 +53,21 @@ def open_train(site: Site, open_page, folder=None):
     return page
 
 
+@pytest.fixture
+def page(site, kept_page):
+    """The Train tab of a page whose form holds whatever the tests before have left."""
+    opened = kept_page(site)
+    tab(opened, "Train")
+    opened.wait_for_selector("#run-head :is(.run-head, .stage)")
+    yield opened
+    kept_page.check()
+
+
+def unfold(page, fold: str) -> None:
+    if not page.locator(f"{fold} button.label-wrap.open").count():
+        page.click(f"{fold} button.label-wrap >> nth=0")
+
+
 def choose(page, folder) -> None:
     """Writes a set's folder, and goes on at once: the answer may come late."""
     field = page.locator("#set-dataset_base_path input")
@@ -98,8 +113,8 @@ def reaches(page, status: str) -> None:
     page.wait_for_selector(f"{STATUS} >> text={status}", timeout=SLOW_SECONDS * 1000)
 
 
-def test_what_cannot_be_trained_is_told_in_a_sentence(site, open_page, tiny_set, tmp_path):
-    page = open_train(site, open_page, tmp_path)
+def test_what_cannot_be_trained_is_told_in_a_sentence(site, page, tmp_path):
+    choose(page, tmp_path)
     page.click("#train-start")
     page.wait_for_selector("#train-said .notice.bad >> text=There are no pictures in")
     put(page, "lora_rank", 0)
@@ -108,6 +123,68 @@ def test_what_cannot_be_trained_is_told_in_a_sentence(site, open_page, tiny_set,
     page.wait_for_selector("#train-said .notice.bad >> text=Rank")
     assert "the least is 1" in page.inner_text("#train-said")
     assert not list(site.places.runs.glob("*"))
+    put(page, "lora_rank", 8)
+    keeps(site, lora_rank=8)
+
+
+def test_what_is_typed_while_a_set_answers_stays(site, page):
+    style = ASSETS / "datasets" / "style"
+    put(page, "trigger_word", "old word")
+    keeps(site, trigger_word="old word")
+    held = Held(page, f'{{"data":["{style}"')
+    choose(page, style)
+    held.wait()
+    put(page, "name", "my own name")
+    put(page, "lora_rank", 3)
+    held.let_go()
+    page.wait_for_function("document.querySelector('#set-trigger_word input, #set-trigger_word textarea').value === 'neon style'")
+    keeps(site, dataset_base_path=str(style), name="my own name", lora_rank=3, trigger_word="neon style")
+    assert page.input_value("#set-name :is(input, textarea)") == "my own name"
+
+
+def test_captions_of_a_shipped_set_are_edited_in_a_copy(site, page):
+    page.click("#set-dataset_base_path input")
+    page.click("#set-dataset_base_path ul li >> text=character (comes with Loft)")
+    unfold(page, "#captions-fold")
+    page.wait_for_selector(f"#editor [data-set='{ASSETS / 'datasets' / 'character'}']")
+    first, second = (page.locator("#editor textarea").nth(i) for i in (0, 1))
+    original = first.input_value()
+    first.fill("my own words")
+    held = Held(page, "my own words")
+    page.click("#editor >> text=Save captions")
+    held.wait()
+    second.fill("typed while it was saved")
+    held.let_go()
+    page.wait_for_selector("#dataset-said >> text=1 caption saved")
+    (copy,) = site.places.datasets.glob("*")
+    page.wait_for_selector(f"#editor [data-set='{copy}']")
+    assert second.input_value() == "typed while it was saved"
+    assert "my own words" in " ".join(path.read_text() for path in copy.glob("*.txt"))
+    assert original in " ".join(path.read_text() for path in (copy / "captions-before").rglob("*.txt"))
+    keeps(site, dataset_base_path=str(copy))
+    page.click("#editor >> text=Save captions")
+    wait_until(lambda: "typed while it was saved" in " ".join(path.read_text() for path in copy.glob("*.txt")))
+
+
+def test_uploaded_pictures_become_a_set_that_is_chosen(site, page, tiny_set):
+    unfold(page, "#upload-fold")
+    page.fill("#upload-name :is(input, textarea)", "my squares")
+    page.set_input_files("#upload-files input[type=file]", sorted(tiny_set.iterdir()))
+    page.wait_for_selector("#dataset-said .notice.good >> text=2 pictures, 2 with a caption")
+    made = site.places.datasets / "my squares"
+    assert sorted(path.name for path in made.iterdir()) == ["one.png", "one.txt", "two.png", "two.txt"]
+    keeps(site, dataset_base_path=str(made))
+    unfold(page, "#captions-fold")
+    page.wait_for_selector(f"#editor [data-set='{made}']")
+    assert page.locator("#editor textarea").first.input_value() == "zork, a red square"
+
+
+def test_a_broken_lora_file_is_shown_with_its_reason(site, page):
+    site.places.loras.mkdir(exist_ok=True)
+    (site.places.loras / "broken.safetensors").write_bytes(b"\xff" * 64)
+    tab(page, "LoRAs and models")
+    page.wait_for_selector("#lora-cards .card.broken >> text=broken.safetensors")
+    assert len(page.inner_text("#lora-cards .card.broken span.card-text span")) > 20
 
 
 def test_a_lora_is_trained_through_the_form_and_used(site, open_page, tiny_set):
@@ -165,9 +242,9 @@ def test_a_run_outlives_the_studio_and_can_be_stopped_resumed_and_ended(site, op
     site.kill()
     before = only_run(site, "long")
     assert before.live
+    page.evaluate("window.same = true")
     site.start()
-    page = open_train(site, open_page)
-    page.wait_for_selector("#run-head h2 >> text=long")
+    page.wait_for_function("window.same === undefined && document.querySelector('#run-head h2')?.textContent === 'long'")
     beyond(site, "long", before.step)
     page.click("#run-stop")
     reaches(page, "stopped")
@@ -177,67 +254,3 @@ def test_a_run_outlives_the_studio_and_can_be_stopped_resumed_and_ended(site, op
     page.click("#run-kill")
     reaches(page, "stopped")
     assert not only_run(site, "long").live
-
-
-def test_what_is_typed_while_a_set_answers_stays(site, open_page):
-    page = open_train(site, open_page)
-    style = ASSETS / "datasets" / "style"
-    put(page, "trigger_word", "old word")
-    keeps(site, trigger_word="old word")
-    held = Held(page, f'{{"data":["{style}"')
-    choose(page, style)
-    held.wait()
-    put(page, "name", "my own name")
-    put(page, "lora_rank", 3)
-    held.let_go()
-    page.wait_for_function("document.querySelector('#set-trigger_word input, #set-trigger_word textarea').value === 'neon style'")
-    keeps(site, dataset_base_path=str(style), name="my own name", lora_rank=3, trigger_word="neon style")
-    assert page.input_value("#set-name :is(input, textarea)") == "my own name"
-
-
-def test_captions_of_a_shipped_set_are_edited_in_a_copy(site, open_page):
-    page = open_train(site, open_page)
-    page.click("#set-dataset_base_path input")
-    page.click("#set-dataset_base_path ul li >> text=character (comes with Loft)")
-    page.click("#captions-fold button >> nth=0")
-    page.wait_for_selector(f"#editor [data-set='{ASSETS / 'datasets' / 'character'}']")
-    first, second = (page.locator("#editor textarea").nth(i) for i in (0, 1))
-    original = first.input_value()
-    first.fill("my own words")
-    held = Held(page, "my own words")
-    page.click("#editor >> text=Save captions")
-    held.wait()
-    second.fill("typed while it was saved")
-    held.let_go()
-    page.wait_for_selector("#dataset-said >> text=1 caption saved")
-    (copy,) = site.places.datasets.glob("*")
-    page.wait_for_selector(f"#editor [data-set='{copy}']")
-    assert second.input_value() == "typed while it was saved"
-    assert "my own words" in " ".join(path.read_text() for path in copy.glob("*.txt"))
-    assert original in " ".join(path.read_text() for path in (copy / "captions-before").rglob("*.txt"))
-    keeps(site, dataset_base_path=str(copy))
-    page.click("#editor >> text=Save captions")
-    wait_until(lambda: "typed while it was saved" in " ".join(path.read_text() for path in copy.glob("*.txt")))
-
-
-def test_uploaded_pictures_become_a_set_that_is_chosen(site, open_page, tiny_set):
-    page = open_train(site, open_page)
-    page.click("#upload-fold button >> nth=0")
-    page.fill("#upload-name :is(input, textarea)", "my squares")
-    page.set_input_files("#upload-files input[type=file]", sorted(tiny_set.iterdir()))
-    page.wait_for_selector("#dataset-said .notice.good >> text=2 pictures, 2 with a caption")
-    made = site.places.datasets / "my squares"
-    assert sorted(path.name for path in made.iterdir()) == ["one.png", "one.txt", "two.png", "two.txt"]
-    keeps(site, dataset_base_path=str(made))
-    page.click("#captions-fold button >> nth=0")
-    page.wait_for_selector("#editor textarea >> nth=1")
-    assert page.locator("#editor textarea").first.input_value() == "zork, a red square"
-
-
-def test_a_broken_lora_file_is_shown_with_its_reason(site, open_page):
-    site.places.loras.mkdir(exist_ok=True)
-    (site.places.loras / "broken.safetensors").write_bytes(b"\xff" * 64)
-    page = open_page(site)
-    tab(page, "LoRAs and models")
-    page.wait_for_selector("#lora-cards .card.broken >> text=broken.safetensors")
-    assert len(page.inner_text("#lora-cards .card.broken span.card-text span")) > 20
