@@ -85,10 +85,10 @@ def _stop_after(out: Path, step: int) -> None:
 
 def _events(out: Path) -> list[dict]:
     try:
-        lines = (out / "events.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (out / "events.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     except OSError:
         return []
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be half written
 
 
 def result(out: Path) -> Path:
