@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from backend.catalog.sizes import PartSizes
 from backend.schema.vram import DTYPE_BYTES
 
@@ -28,6 +30,7 @@ def products_bytes(part: PartSizes, point: dict) -> int:
     return point["b"] * point["n"] * max((columns for _, columns, _ in part.linears.values()), default=0)
 
 
+@lru_cache(maxsize=256)
 def largest_cast(part: PartSizes, *, whole: bool, codes: bool) -> int:
     """Numbers that are cast at a time of a block stored in FP8: a layer's, with `whole` (compiled) a block's; with `codes` those alone that
     cannot be multiplied with as they are."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 from backend.catalog import estimate
 from backend.catalog.arrangement import DENOISERS, FP8, Fixed, Layout, PartLayout, Work, Working
@@ -27,6 +27,13 @@ class Terms:
     homes: tuple[str, ...]  # where weights may wait
     storages: tuple[str, ...]
     ram_bytes: float = math.inf  # that weights may take
+    memo: dict = field(default_factory=dict, compare=False, repr=False)  # what does not depend on homes and storages
+
+    def once(self, key, make: Callable):
+        """`make()`, computed the first time that `key` is asked for."""
+        if key not in self.memo:
+            self.memo[key] = make()
+        return self.memo[key]
 
     @property
     def room_bytes(self) -> int:
@@ -56,11 +63,11 @@ class Option:
 
     @property
     def high(self) -> int:
-        return max(phase.peak_high_bytes for phase in self.phases)
+        return max((phase.peak_high_bytes for phase in self.phases), default=0)
 
     @property
     def low(self) -> int:
-        return max(phase.peak_low_bytes for phase in self.phases)
+        return max((phase.peak_low_bytes for phase in self.phases), default=0)
 
     @property
     def seconds(self) -> float:

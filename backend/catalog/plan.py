@@ -8,7 +8,6 @@ of the same speed. With more memory more combinations fit, so a larger card is n
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import itertools
 import math
@@ -16,20 +15,17 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from backend.catalog import download, learnt, options, sentences, training
+from backend.catalog import learnt, options, sentences, training
 from backend.catalog.arrangement import CPU_FIXED, DENOISERS, Fixed, Layout, PartLayout, Work
 from backend.catalog.estimate import point_of
 from backend.catalog.options import FP8, Option, Terms
 from backend.catalog.sizes import ModelSizes, sizes_of, spread
 from backend.catalog.spec import ModelSpec
-from backend.catalog.speed import Speed, speed_of, what_if
+from backend.catalog.speed import Speed, speed_of
 from backend.catalog.weights import on_card
-from backend.catalog.work import work_of_defaults, work_of_request, work_of_training
-from backend.schema import knobs
-from backend.schema.messages import Trouble
+from backend.catalog.work import work_of_request, work_of_training
 from backend.schema.preferences import Preferences
 from backend.schema.request import GenerationRequest
-from backend.schema.training import TrainingConfig
 from backend.schema.vram import DISK, GIB, Card, VramConfig, VramPlan
 
 ORDER = ("cache text", "cache pictures", "text", "encode", "denoise", "decode", "step", "sample", "save")
@@ -247,55 +243,7 @@ def plan_here(spec, card: Card, job, preferences: Preferences | None, *, user: P
 
 def main(argv: list[str] | None = None) -> None:
     """`python -m backend.catalog.plan MODEL [--card 12GiB | --card rtx3060 | --cards 8GiB,12GiB] [--train ...]`."""
-    from backend.catalog import report
-
-    parser = _parser()
-    said = parser.parse_args(argv)
-    try:
-        sizes = sizes_of(_model(said.model))
-        job = _job(said, sizes)
-        for name in (said.cards or said.card).split(","):
-            card, speed = what_if(name, ram_gib=said.ram)
-            found = plan(sizes, card, job, Preferences(allow_fp8=not said.exact), speed=speed)
-            if said.cards:
-                print(f"{sizes.title} on {name}: {report.line(found)}")
-            else:
-                print(report.table(found, card, title=sizes.title))
-    except (Trouble, ValueError) as error:
-        parser.error(str(error))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m backend.catalog.plan", description="What fits on a card, and how.")
-    parser.add_argument("model", help="a published model's name (such as FLUX.1-dev), or a model's folder or file")
-    parser.add_argument("--card", default="12GiB", help="12GiB, rtx3060, ...")
-    parser.add_argument("--cards", default="", help="several, comma-separated: one line for each")
-    parser.add_argument("--ram", type=float, default=64.0, help="RAM of that machine, GiB")
-    parser.add_argument("--size", default="", help="WIDTHxHEIGHT or WIDTHxHEIGHTxFRAMES")
-    parser.add_argument("--exact", action="store_true", help="no FP8")
-    parser.add_argument("--train", nargs=argparse.REMAINDER, help="plan a training run; what follows are its flags")
-    return parser
-
-
-def _job(said: argparse.Namespace, sizes: ModelSizes):
-    if said.train is not None:
-        return knobs.from_flags(TrainingConfig, said.train)
-    words = said.size.lower().split("x") if said.size else ()
-    knobs.from_values(GenerationRequest, dict(zip(("width", "height"), words)))  # says what no picture's size can be
-    return work_of_defaults(sizes, **dict(zip(("width", "height", "frames"), map(int, words))))
-
-
-def _model(name: str) -> ModelSpec | str:
-    """A folder or file is identified, which takes the families; of an id the headers are read where its files are; else a published name."""
-    families = importlib.import_module("backend.families").FAMILIES
-    if Path(name).exists():
-        return importlib.import_module("backend.catalog.identify").identify_model(Path(name), families)
-    if download.is_id(name) and not download.is_offline():
-        try:
-            return importlib.import_module("backend.catalog.remote").look(name, families)
-        except Trouble as trouble:
-            print(f"{trouble.message} What is published is taken.", file=sys.stderr)
-    return name
+    importlib.import_module("backend.catalog.command").main(argv)  # which plans, and so imports this module
 
 
 if __name__ == "__main__":

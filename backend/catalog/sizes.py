@@ -81,10 +81,12 @@ class PartSizes:
         stay = set(spread(len(self.blocks), count))
         return sum(nbytes for index, nbytes in enumerate(self._in_file(computing)) if index not in stay)
 
+    @lru_cache(maxsize=64)  # noqa: B019
     def largest_in_file(self, computing: str) -> int:
         """Bytes on disk of the largest block."""
         return max(self._in_file(computing), default=0)
 
+    @lru_cache(maxsize=64)  # noqa: B019
     def _in_file(self, computing: str) -> tuple[int, ...]:
         return self.in_file or tuple(block.bytes(computing, computing) for block in self.blocks)
 

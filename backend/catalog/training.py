@@ -123,8 +123,8 @@ def _filled(terms: Terms, own: Layout, bare: Option, again) -> list[Option]:
     """A fetched denoiser with as many blocks staying as its highest phase leaves room for; `again(layout)` is the option with that layout."""
     part, said = terms.denoisers[0], own.parts.get("dit", PartLayout(storage="", on_card=-1)).on_card
     kept = bare.layout.parts[part.name]
-    if kept.mode != "streamed" or (said >= 0 and bare.high <= terms.budget_bytes):
-        return [bare]
+    if kept.mode != "streamed" or (bare.high <= terms.budget_bytes) == (said >= 0):
+        return [bare]  # as said, or too much with none
     before = kept.on_card
     around = bare.high - sum(on_card(part, kept, True, terms.work.computing))
     count = options.filled([part], kept, terms.budget_bytes - around, terms.work.computing)[part.name].on_card
@@ -147,7 +147,8 @@ def _step(terms: Terms, layout: Layout, kept: PartLayout, rungs, lossy: int, bes
     numel, grads = work.trained_numel, _gradient_bytes(work)
     here = fixed.on_cpu or not layout.states_in_ram  # on a CPU the optimizer's RAM is where all else is
     state = int(layout.state_bytes * (numel - work.idle_numel)) + (4 * numel if layout.states_in_ram else 0) if here else 0
-    working, checkpoints, moments = _working(terms, layout)
+    key = ("step", layout.checkpointed, layout.checkpoints_in_ram, layout.states_in_ram)
+    working, checkpoints, moments = terms.once(key, lambda: _working(terms, layout))
     whole = part.numel * 4 if work.targets == "full" and part.name in work.trained else None
     trained = (0 if whole else 4 * numel) + state
     held, staging = (whole, 0) if whole else on_card(part, kept, True, work.computing)
@@ -216,7 +217,7 @@ def _least_beside(working: Working, ends: int, updating: int, later: int) -> Wor
 def _seconds(terms: Terms, layout: Layout, kept: PartLayout, checkpoints: int) -> tuple[float, float]:
     work, part, speed = terms.work, terms.denoisers[0], terms.speed
     passes = (3 if work.targets == "full" else 2) + layout.checkpointed
-    flops = estimate.operations(part, {**terms.point, "b": 1}) * work.batch * passes
+    flops = terms.once("operations", lambda: estimate.operations(part, {**terms.point, "b": 1})) * work.batch * passes
     moved = 2 * moved_bytes(part, kept, work.computing) * _returning(part, kept)
     aside = estimate.move_seconds(moved, kept.home, speed)
     if layout.checkpoints_in_ram:
@@ -236,7 +237,7 @@ def _sample(terms: Terms, weights: dict[str, int], staging: int, adapter: int):
     pictures = 2 if work.guidance else 1
     point = {**terms.point, "b": pictures}
     own = cpu_runs.sample(terms.denoisers[0], terms.point, work, pictures) if fixed.on_cpu else None
-    working = estimate.denoise(terms.denoisers[0], point, work, fixed) if own is None else Working(own, own, own)
+    working = terms.once("sample", lambda: estimate.denoise(terms.denoisers[0], point, work, fixed)) if own is None else Working(own, own, own)
     if vae is not None:
         weights = weights | {"vae": vae.bytes(work.decoder_dtype, work.decoder_dtype)}
         working = max(working, estimate.decode(vae, {**point, "b": 1}, work.decoder_dtype, fixed), key=lambda one: one.likely)

@@ -118,7 +118,7 @@ def work_of_training(config, sizes: ModelSizes) -> tuple[Work, Layout]:
         caches="text_encoder" not in (*full, base),
         decoder_dtype="float32",
         total_steps=values.get("max_steps") or 1000,
-        idle_numel=idle_numel(part, () if full else lora_targets(part, values["lora_target_modules"]), values["lora_rank"]),
+        idle_numel=min(numel, idle_numel(part, () if full else lora_targets(part, values["lora_target_modules"]), values["lora_rank"])),
         saved_number_bytes=4 if values.get("save_dtype") == "float32" else 2,
         can=TRAINING_RUNGS & values.keys(),
     )
@@ -171,20 +171,44 @@ def lora_size(part: PartSizes, wanted: str, rank: int) -> tuple[str, int]:
 
     As `lora_target_modules`: ends of names, a regular expression, "all-linear", the name of a set, or "" for those that are usual.
     """
-    sets, chosen = published()["networks"].get(part.kind, {}).get("lora", {}), lora_targets(part, wanted)
-    numel = sum(rank * (rows + columns) * count for rows, columns, count in map(part.linears.get, chosen))
+    sets, chosen, layers = published()["networks"].get(part.kind, {}).get("lora", {}), lora_targets(part, wanted), _layers(part)
+    numel = sum(rank * (rows + columns) * count for rows, columns, count in map(layers.get, chosen))
     holding = [name for name, inside in sets.items() if all(_targeted(one, "", inside) for one in chosen)]
     return min(holding, key=lambda name: len(sets[name]), default="all"), numel
 
 
+def _layers(part: PartSizes) -> dict[str, tuple[int, int, int]]:
+    """Every kind of linear layer: (rows, columns, how many)."""
+    return part.linears | {name: (*size, 1) for name, size in part.outside.items()}
+
+
 def lora_targets(part: PartSizes, wanted: str) -> list[str]:
     """The kinds of modules (names without the numbers of blocks) that `wanted` names."""
+    ends, wanted = _ends_of(part, wanted), wanted.strip()
+    if ends is None and wanted != "all-linear":
+        return list(part.linears)  # a family without sets
+    return [name for name in _layers(part) if ends is None or _targeted(name, wanted, ends)]
+
+
+def _ends_of(part: PartSizes, wanted: str) -> list[str] | None:
+    """The ends of names that `wanted` stands for; None for every layer."""
     facts, wanted = published()["networks"].get(part.kind, {}), wanted.strip()
     named = facts.get("means", {}).get(wanted, wanted)
-    ends = None
-    if named not in ("", "all-linear"):
-        ends = facts.get("lora", {}).get(named) or [end.strip() for end in named.split(",") if end.strip()]
-    return [name for name in part.linears if ends is None or _targeted(name, wanted, ends)]
+    if named in ("", "all-linear"):
+        return None
+    return facts.get("lora", {}).get(named) or [end.strip() for end in named.split(",") if end.strip()]
+
+
+def unmatched(part: PartSizes, wanted: str) -> str | None:
+    """What of `wanted` names no module; None where all of it does."""
+    if is_pattern(wanted):
+        return None if lora_targets(part, wanted) else wanted
+    return next((end for end in _ends_of(part, wanted) or () if not any(_targeted(name, "", [end]) for name in _layers(part))), None)
+
+
+def is_pattern(wanted: str) -> bool:
+    """Whether the modules are named by a regular expression."""
+    return re.search(r"[\\^$*+?()\[\]{}|]", wanted) is not None
 
 
 def idle_numel(part: PartSizes, targets, rank: int) -> int:
@@ -197,7 +221,7 @@ def idle_numel(part: PartSizes, targets, rank: int) -> int:
 def _targeted(name: str, wanted: str, ends) -> bool:
     if any(name == end or name.endswith(f".{end}") for end in ends):
         return True
-    if not re.search(r"[\\^$*+?()\[\]{}|]", wanted):
+    if not is_pattern(wanted):
         return False
     try:
         # a block's number was left out of `name`; the first block stands for all

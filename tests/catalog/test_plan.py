@@ -19,7 +19,7 @@ from backend.catalog.plan import budget_of, main, plan, plan_here
 from backend.catalog.report import line, table
 from backend.catalog.sizes import known_models, sizes_of
 from backend.catalog.speed import what_if
-from backend.catalog.work import idle_numel, work_of_defaults
+from backend.catalog.work import idle_numel, lora_size, work_of_defaults
 from backend.families import FAMILIES
 from backend.schema import knobs
 from backend.schema.places import ASSETS, PROJECT
@@ -288,8 +288,44 @@ def test_reference_pictures_and_loras_count():
     assert denoise.adapter_bytes == GIB
 
 
-@pytest.mark.parametrize("size", ["abc", "0x0", "64x99999999"])
-def test_a_size_that_no_picture_has_is_refused(size, capsys):
-    with pytest.raises(SystemExit):
-        main(["Qwen-Image", "--size", size])
-    assert "(--width) is" in (said := capsys.readouterr().err) or "(--height) is 99999999" in said
+REFUSED = [
+    (["--cards", ""], "where a card has no name"), (["--cards", "8,,12"], "where a card has no name"), (["--card", "8", "--cards", "8"], "one of them"),
+    (["--card", "rtx9999"], "is no card that is known"), (["--card", "nan"], "not likely"), (["--card", "-4"], "not likely"),
+    (["--size", "abc"], "--size is 'abc'"), (["--size", "1024"], "--size is '1024'"), (["--size", "0x0"], "(--width) is 0"),
+    (["--size", "64x99999999"], "(--height) is 99999999"), (["--size", "512x512x9"], "makes single pictures"), (["--ram", "-3"], "--ram is '-3'"),
+    (["--ram", "nan"], "--ram is 'nan'"), (["--bogus"], "Unrecognized arguments: --bogus"), (["--card"], "--card: expected one argument"),
+    (["--size", "512x512", "--train"], "--max_pixels"), (["--train", "--bogus", "1"], "--bogus"), (["--train", "--lora_rank", "0"], "(--lora_rank) is 0"),
+    (["--train", "--vram", "8"], "named by --card"), (["--train", "--lora_target_modules", "to_q,nothing"], "No module of dit is called 'nothing'"),
+    (["--train", "--lora_target_modules", ".*(("], "no regular expression"), (["--train", "--lora_target_modules", ".*nothing.*"], "No module of dit"),
+    (["--train", "--quant_options", "dit"], "is not `model:method`"), (["--train", "--quant_options", "dit:nf5"], "no quantisation method 'nf5'"),
+    (["--train", "--quant_options", "dit:torchao_int4_w4a16"], "passes no gradients"), (["--train", "--fp8_models", "unet2"], "names 'unet2'"),
+    (["--train", "--fp8_models", "dit", "--quant_options", "dit:int8"], "is quantised"), (["--train", "--trainable_models", "vae"], "'vae' (--trainable_models)"),
+    (["--train", "--fp8_models", "dit", "--trainable_models", "dit"], "while its own weights train"), (["--train", "--resident_blocks", "4"], "none are offloaded"),
+    (["--train", "--lora_algorithm", "dora", "--offload_models", "dit"], "DoRA needs"), (["--train", "--customized_optimizer", "best"], "no optimizer 'best'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("argv", "words"), REFUSED)
+def test_what_cannot_be_planned_is_one_sentence(argv, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["Qwen-Image", *argv])
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and words in said.err and "usage" not in said.err and not said.out
+
+
+@pytest.mark.parametrize(("model", "words"), [
+    ("", "name is empty"), ("nowhere/at/all", "no file or folder"), ("nothing.safetensors", "no file or folder"), ("Best-Model", "No sizes are known"),
+    (str(PROJECT / "backend"), "holds no model"), (str(PROJECT / "README.md"), "README.md"),
+])  # fmt: skip
+def test_what_is_no_model_is_one_sentence(model, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([model])
+    assert ended.value.code == 2 and words in (said := capsys.readouterr().err) and "usage" not in said
+
+
+def test_a_part_alone_and_a_module_outside_the_blocks_are_planned(capsys):
+    main([str(ASSETS / "starter" / "transformer" / "diffusion_pytorch_model.safetensors"), "--cards", "8"])
+    main(["Qwen-Image", "--cards", "80", "--train", "--lora_target_modules", "img_in,to_q", "--lora_rank", "4"])
+    assert capsys.readouterr().out.count("\n") == 2
+    with_outside, without = (lora_size(sizes_of("Qwen-Image").parts["dit"], names, 4)[1] for names in ("img_in,to_q", "to_q"))
+    assert with_outside - without == 4 * (64 + 3072)

@@ -1,0 +1,132 @@
+"""`python -m backend.catalog.plan`: its arguments, and what it prints. What cannot be is one sentence on stderr, and status 2."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import re
+import sys
+from pathlib import Path
+
+from backend.catalog import download, report
+from backend.catalog.plan import plan
+from backend.catalog.refused import check_training
+from backend.catalog.sizes import ModelSizes, sizes_of
+from backend.catalog.spec import ModelSpec
+from backend.catalog.speed import what_if
+from backend.catalog.work import work_of_defaults
+from backend.schema import knobs
+from backend.schema.messages import Trouble
+from backend.schema.preferences import Preferences
+from backend.schema.request import GenerationRequest
+from backend.schema.training import TrainingConfig
+
+MOST_FRAMES = 1000
+MOST_RAM_GIB = 65536
+
+
+class Parser(argparse.ArgumentParser):
+    """One whose complaints are a sentence, without the list of all flags before it."""
+
+    def error(self, message: str):
+        sentence = message[:1].upper() + message[1:]
+        self.exit(2, f"{sentence if sentence.endswith('.') else f'{sentence}.'} --help lists what there is.\n")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """MODEL [--card 12GiB | --card rtx3060 | --cards 8GiB,12GiB] [--ram GIB] [--size WxH[xFRAMES]] [--exact] [--train FLAGS]."""
+    said = parser().parse_args(argv)
+    try:
+        show(said)
+    except (Trouble, ValueError) as error:
+        print(str(error), file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def parser() -> argparse.ArgumentParser:
+    found = Parser(prog="python -m backend.catalog.plan", description="What fits on a card, and how.", allow_abbrev=False)
+    found.add_argument("model", help="a published model's name (such as FLUX.1-dev), an id, or a model's folder or file")
+    found.add_argument("--card", help="12GiB, rtx3060, ... [default: 12GiB]")
+    found.add_argument("--cards", help="several, comma-separated: one line for each")
+    found.add_argument("--ram", default="64", metavar="GIB", help="RAM of that machine [default: 64]")
+    found.add_argument("--size", metavar="SIZE", help="WIDTHxHEIGHT or WIDTHxHEIGHTxFRAMES")
+    found.add_argument("--exact", action="store_true", help="no FP8")
+    found.add_argument("--train", nargs=argparse.REMAINDER, help="plan a training run; what follows are its flags")
+    return found
+
+
+def show(said: argparse.Namespace) -> None:
+    """Prints the plan, or one line a card. Raises Trouble or ValueError with a sentence, before anything is printed."""
+    names, ram, size = _cards(said), _ram(said.ram), _size(said.size)
+    cards = [what_if(name, ram_gib=ram) for name in names]
+    sizes = sizes_of(_model(said.model))
+    job = _job(said, size, sizes)
+    for name, (card, speed) in zip(names, cards, strict=True):
+        found = plan(sizes, card, job, Preferences(allow_fp8=not said.exact), speed=speed)
+        print(f"{sizes.title} on {name}: {report.line(found)}" if said.cards is not None else report.table(found, card, title=sizes.title))
+
+
+def _cards(said: argparse.Namespace) -> list[str]:
+    if said.cards is None:
+        return ["12GiB" if said.card is None else said.card]
+    if said.card is not None:
+        raise ValueError("--card names one card and --cards several; say one of them.")
+    names = [name.strip() for name in said.cards.split(",")]
+    if not all(names):
+        raise ValueError(f"--cards is {said.cards!r}, where a card has no name; say something like 8GiB,rtx3060.")
+    return names
+
+
+def _ram(text: str) -> float:
+    try:
+        gib = float(text.lower().removesuffix("gib").removesuffix("gb"))
+    except ValueError:
+        gib = math.nan
+    if not 1 <= gib <= MOST_RAM_GIB:
+        raise ValueError(f"--ram is {text!r}; it is an amount in GiB from 1 to {MOST_RAM_GIB}, such as 32.")
+    return gib
+
+
+def _size(text: str | None) -> tuple[int, ...]:
+    """(width, height) or (width, height, frames); () where nothing is said."""
+    if text is None:
+        return ()
+    if not re.fullmatch(r"\d+x\d+(x\d+)?", text.strip().lower()):
+        raise ValueError(f"--size is {text!r}; it is WIDTHxHEIGHT in pixels, or WIDTHxHEIGHTxFRAMES, such as 1024x1024.")
+    width, height, *frames = map(int, text.strip().lower().split("x"))
+    knobs.from_values(GenerationRequest, {"width": width, "height": height})  # says what no picture's size can be
+    if frames and not 1 <= frames[0] <= MOST_FRAMES:
+        raise ValueError(f"--size asks for {frames[0]} frames; a clip has 1 to {MOST_FRAMES}.")
+    return (width, height, *frames)
+
+
+def _job(said: argparse.Namespace, size: tuple[int, ...], sizes: ModelSizes):
+    if said.train is None:
+        if size[2:] and size[2] > 1 and not sizes.geometry["video"]:
+            raise ValueError(f"{sizes.title} makes single pictures, so it has no {size[2]} frames (--size).")
+        return work_of_defaults(sizes, **dict(zip(("width", "height", "frames"), size)))
+    if size:
+        raise ValueError("--size is a picture's that is drawn; a run's is --max_pixels, or --width and --height, after --train.")
+    config = knobs.from_flags(TrainingConfig, said.train)
+    if config.memory.vram:
+        raise ValueError("--vram makes a run take this plan; here the card is named by --card, before --train.")
+    check_training(config, sizes)
+    return config
+
+
+def _model(name: str) -> ModelSpec | str:
+    """A folder or file is identified, which takes the families; of an id the headers are read where its files are; else a published name."""
+    families = importlib.import_module("backend.families").FAMILIES
+    if not name.strip():
+        raise ValueError("The model's name is empty; say something like FLUX.1-dev, or a folder.")
+    if Path(name).exists():
+        return importlib.import_module("backend.catalog.identify").identify_model(Path(name), families)
+    if not download.is_id(name) and re.search(r"[/\\]|\.(safetensors|gguf|sft|ckpt|pt|bin)$", name):
+        raise ValueError(f"There is no file or folder {name}.")
+    if download.is_id(name) and not download.is_offline():
+        try:
+            return importlib.import_module("backend.catalog.remote").look(name, families)
+        except Trouble as trouble:
+            print(f"{trouble.message} What is published is taken.", file=sys.stderr)
+    return name
