@@ -55,7 +55,7 @@ def curve(points: Points, *, mean: Points, marks: Points = (), name: str, said: 
         return f'<div class="empty small">The {safe(name)} curve starts with the second step.</div>'
     low, high = _span(points, [*mean, *marks])
     end = max(x_end, points[-1][0], 1)
-    left, right, top, bottom = 52, CURVE_WIDTH - 10, 10, CURVE_HEIGHT - 24
+    left, right, top, bottom = 62, CURVE_WIDTH - 10, 10, CURVE_HEIGHT - 24
 
     def at(x: float, y: float) -> tuple[str, str]:
         height = min(max((y - low) / (high - low), 0), 1)
@@ -66,7 +66,7 @@ def curve(points: Points, *, mean: Points, marks: Points = (), name: str, said: 
 
     grid = "".join(
         f'<line class="grid" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>'
+        f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.2g}</text>'
         for value, y in ((low + (high - low) * part, bottom - (bottom - top) * part) for part in (0, 0.5, 1))
     )
     dots = "".join('<circle class="mark" r="3" cx="{}" cy="{}"/>'.format(*at(x, y)) for x, y in thin(marks))

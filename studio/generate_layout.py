@@ -112,10 +112,11 @@ def _settings_from() -> gr.File:
 
 
 def _shown() -> dict:
-    """The picture, how far the next one is, earlier ones, what can be done with the one shown, and its receipt."""
-    stage, progress, thumbs = (live(name=name) for name in ("stage", "progress", "thumbs"))
+    """The picture and what can be done with it, how far the next one is, the receipt of the one shown, and earlier ones."""
+    stage = live(name="stage")
     with gr.Row(elem_classes="actions"):
         actions = tuple(
             gr.Button(label, size="sm", min_width=90, visible=False, elem_id=f"picture-{i}") for i, label in enumerate(ACTIONS)
         )
-    return {"stage": stage, "progress": progress, "thumbs": thumbs, "actions": actions, "receipt": live(name="receipt")}
+    progress, receipt, thumbs = (live(name=name) for name in ("progress", "receipt", "thumbs"))
+    return {"stage": stage, "progress": progress, "actions": actions, "receipt": receipt, "thumbs": thumbs}
