@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from backend.catalog import learnt
 from backend.families import FAMILIES
 from backend.host.engine import Engine
 from backend.schema.knobs import from_values
@@ -54,6 +55,18 @@ def test_what_does_not_fit_is_offered_to_be_made_smaller_and_then_fits(studio):
 def test_a_training_run_is_planned_with_its_optimizer(studio):
     html = train.plan_of(studio, from_values(TrainingConfig, {"max_pixels": 16384}), "12GiB")
     assert "Train a step" in html and "LoRA and optimizer" in html
+
+
+def test_what_the_last_run_took_is_told_beside_what_was_predicted(studio):
+    config = from_values(TrainingConfig, {"max_pixels": 16384})
+    card, before = plan_panel.this_card(studio), plan_panel.answers(studio)
+    assert "Last time" not in train.plan_of(studio, config, "")
+    learnt.remember(
+        studio.places.user / "measured.json", card, "qwen_image", kind=learnt.kind_of(config), predicted_bytes=3 * 2**30, measured_bytes=2**31
+    )
+    assert plan_panel.answers(studio) != before
+    assert "Last time: predicted 3.0 GB, measured 2.0 GB." in train.plan_of(studio, config, "")
+    assert "Last time" not in train.plan_of(studio, config, "12GiB"), "that card has measured nothing"
 
 
 def test_a_model_of_which_nothing_is_known_is_no_crash(studio, monkeypatch):
