@@ -93,7 +93,8 @@ def _add_lazily(name: str) -> ModuleType:
 @contextmanager
 def _without_compiler() -> Iterator[None]:
     # Both libraries ask torch._dynamo for decorators that matter to the compiler alone; the marks below are what it looks for.
-    if importlib.util.find_spec("torchao") is not None:  # both import it where it is installed, and it wants the compiler's insides
+    # Both import these where they are installed, and these want the compiler's insides.
+    if any(importlib.util.find_spec(package) is not None for package in ("torchao", "bitsandbytes")):
         yield
         return
     if "torch._dynamo" not in sys.modules:
