@@ -141,6 +141,8 @@ def _without_spread_tensors() -> Iterator[None]:
         return
     import torch
 
+    if "torch.distributed.tensor" not in sys.modules:  # peft takes it for granted that somebody has imported it
+        sys.meta_path.insert(0, _PackageFirst(_add_lazily("torch.distributed.tensor")))
     told, torch.distributed.is_available = torch.distributed.is_available, _no
     try:
         yield

@@ -127,7 +127,7 @@ def _matching(pattern: dict[str, float], name: str, otherwise: float) -> float:
 
 
 def _peft_config(section, modules: tuple[str, ...], alpha: float, ranks: dict, alphas: dict):
-    import peft
+    peft = light.import_module("peft")
 
     ranks = {end: int(rank) for end, rank in ranks.items()}
     common = {"target_modules": list(modules), "rank_pattern": ranks, "alpha_pattern": alphas, "inference_mode": False}
