@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import mmap
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from backend.catalog.spec import PartSpec, TensorAt
 from backend.engine import light
+from backend.engine.gguf_blocks import TYPES, Blocks
 from backend.schema.messages import Trouble
 
 TORCH_DTYPES = {
@@ -164,7 +166,10 @@ def open_maps(files: Iterable[Path]) -> dict[Path, mmap.mmap]:
 
 
 def view(at: TensorAt, mapped: mmap.mmap) -> torch.Tensor:
-    """The tensor at `at` as a view of its mapped file (a copy only where the file does not align it)."""
+    """The tensor at `at` as a view of its mapped file (a copy only where the file does not align it, and of ggml's blocks their numbers)."""
+    blocks = blocks_of(at)
+    if blocks is not None:
+        return _in_order(blocks.decode(view(as_bytes(at), mapped)), at)
     dtype = _dtype(at)
     if at.end > len(mapped):
         raise Trouble("damaged", f"{at.file} ends before its tensor {at.key}.", hint="Download it again.")
@@ -183,6 +188,9 @@ def _in_order(tensor: torch.Tensor, at: TensorAt) -> torch.Tensor:
 
 def read_tensor(at: TensorAt, scale: TensorAt | None = None) -> torch.Tensor:
     """The tensor at `at` in memory of its own; with `scale`, its 8-bit codes times the factor, as float32."""
+    blocks = blocks_of(at)
+    if blocks is not None:
+        return _in_order(blocks.decode(read_tensor(as_bytes(at))), at)
     tensor = torch.empty(at.shape, dtype=_dtype(at))
     if at.nbytes:
         with at.file.open("rb") as file:
@@ -206,6 +214,16 @@ def _unscaled(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> t
     elif scale.numel() > 1:  # one factor a row
         scale = scale.reshape(-1, *[1] * (codes.ndim - 1))
     return codes.float().mul_(scale).to(dtype)
+
+
+def blocks_of(at: TensorAt) -> Blocks | None:
+    """How the numbers of a tensor in ggml's blocks are read; None for plain ones."""
+    return Blocks(at.dtype, tuple(at.shape)) if at.dtype in TYPES else None
+
+
+def as_bytes(at: TensorAt) -> TensorAt:
+    """The bytes of a tensor, whatever they mean."""
+    return replace(at, dtype="U8", shape=(at.nbytes,), swapped=False)
 
 
 def _dtype(at: TensorAt) -> torch.dtype:

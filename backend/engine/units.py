@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from backend.catalog.spec import PartSpec, TensorAt
-from backend.engine.load import TORCH_DTYPES, move_rest, read_tensor
+from backend.engine.gguf_blocks import Blocks
+from backend.engine.load import TORCH_DTYPES, blocks_of, move_rest, read_tensor
 from backend.engine.quantize import cast, has_special, is_float8, store
 from backend.engine.states import State
 from backend.engine.stream import Layout, Span, lay_out, spans_of
@@ -56,11 +57,11 @@ class Unit:
 
 @dataclass(eq=False)
 class Source:
-    """How a unit's tensors are stored. `factors` is what the stored numbers are to be multiplied with, `special` whether there are codes that
+    """How a unit's tensors are stored. `factors` is what the stored numbers are to be multiplied with (or how ggml's blocks are read), `special` whether there are codes that
     are no finite number (None: nobody has looked)."""
 
     layout: Layout
-    factors: tuple[float | torch.Tensor, ...]
+    factors: tuple[float | torch.Tensor | Blocks, ...]
     special: list[bool | None]
 
 
@@ -167,10 +168,11 @@ def _piece_of(name: str, block: str, sizes: dict[str, int], split_bytes: int) ->
 def _make_unit(position, group, block, module, part, targets, computing) -> Unit:
     names = sorted(targets, key=lambda name: (part.tensors[name].file, part.tensors[name].start))
     tensors = tuple(part.tensors[name] for name in names)
-    raw = lay_out((_stored_dtype(at), at.shape) for at in tensors)
+    raw = lay_out(_stored(at) for at in tensors)
     factors = tuple(_factor(part, name) for name in names)
     shapes = [
-        (_computed_dtype(field.dtype, part, name, computing), field.shape) for field, name in zip(raw.fields, names)
+        (_computed_dtype(field.dtype, part, name, computing), part.tensors[name].shape)
+        for field, name in zip(raw.fields, names)
     ]
     return Unit(
         position=position,
@@ -187,26 +189,30 @@ def _make_unit(position, group, block, module, part, targets, computing) -> Unit
     )
 
 
-def _stored_dtype(at: TensorAt) -> torch.dtype:
+def _stored(at: TensorAt) -> tuple[torch.dtype, tuple[int, ...]]:
+    """The dtype and shape that a tensor has in its file; of one in ggml's blocks those of its bytes."""
     if at.swapped:
         raise Trouble(
             "not_supported",
             f"{at.file.name} keeps the halves of {at.key} in the other order, so it cannot be read piece by piece.",
             hint="Load this part plainly, or take the model in the diffusers layout.",
         )
+    if blocks_of(at) is not None:
+        return torch.uint8, (at.nbytes,)
     if at.dtype not in TORCH_DTYPES:
         raise Trouble("not_supported", f"{at.file.name} stores {at.key} as {at.dtype}, which cannot be read.")
-    return TORCH_DTYPES[at.dtype]
+    return TORCH_DTYPES[at.dtype], at.shape
 
 
 def _computed_dtype(stored: torch.dtype, part: PartSpec, name: str, computing: torch.dtype) -> torch.dtype:
     """Floats, and integer codes with a factor, become `computing`; other integers stay what they are."""
-    return computing if stored.is_floating_point or name in part.scales else stored
+    floats = stored.is_floating_point or name in part.scales or blocks_of(part.tensors[name]) is not None
+    return computing if floats else stored
 
 
-def _factor(part: PartSpec, name: str) -> float | torch.Tensor:
+def _factor(part: PartSpec, name: str) -> float | torch.Tensor | Blocks:
     if name not in part.scales:
-        return 1.0
+        return blocks_of(part.tensors[name]) or 1.0
     scale = read_tensor(part.scales[name]).to(torch.float32)
     if scale.ndim == 2 and scale.shape[1] > 1:
         raise Trouble(
@@ -225,9 +231,9 @@ def stored_layout(unit: Unit, dtype: torch.dtype) -> Layout:
         if not computing.dtype.is_floating_point:
             fields.append((raw.dtype, raw.shape))
         elif is_float8(dtype) and not (unit.block and _is_matrix(targets)):
-            fields.append((computing.dtype, raw.shape))
+            fields.append((computing.dtype, computing.shape))
         else:
-            fields.append((dtype, raw.shape))
+            fields.append((dtype, computing.shape))
     return lay_out(fields)
 
 
@@ -236,10 +242,12 @@ def _is_matrix(targets: tuple[tuple[nn.Module, str], ...]) -> bool:
 
 
 def convert(
-    source: torch.Tensor, target: torch.Tensor, factor: float | torch.Tensor, special: bool | None
+    source: torch.Tensor, target: torch.Tensor, factor: float | torch.Tensor | Blocks, special: bool | None
 ) -> tuple[float | torch.Tensor, bool]:
     """Writes `source` x `factor` to `target` in the latter's dtype. Answers what `target` must still be multiplied with, and whether
     it has codes that are no finite number."""
+    if isinstance(factor, Blocks):
+        source, factor = factor.decode(source), 1.0
     if source.dtype == target.dtype:
         target.copy_(source)
         return factor, special if special is not None else is_float8(target.dtype) and has_special(target)

@@ -1,0 +1,163 @@
+"""Numbers in the blocks of ggml's quantised types: bytes to float32, on any device.
+
+Layouts and formulas are those of the ggml project's reference code (`dequantize_row_*`). B blocks of 32 or 256 numbers; d and m are a block's scale
+and offset in float16, the "K" types have 6-bit (or 4-bit) scales for groups of 16 or 32 numbers besides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # the 16 levels of the IQ4 types
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A tensor of `shape` in blocks of the type `kind`."""
+
+    kind: str
+    shape: tuple[int, ...]
+
+    def decode(self, raw: torch.Tensor) -> torch.Tensor:
+        """The numbers (float32) of `raw` (uint8, all bytes of the tensor), on its device."""
+        size, nbytes, read = TYPES[self.kind]
+        blocks = raw.reshape(-1, nbytes)
+        assert len(blocks) * size == math.prod(self.shape), "the bytes are not those of the shape"
+        return read(blocks).reshape(self.shape)
+
+
+def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """The float16 at byte `at` of each block: (B, 1) float32."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _signed(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().view(torch.int8)
+
+
+def _halves(values: torch.Tensor) -> torch.Tensor:
+    """The low four bits of every byte, then the high ones: (B, 2n) of (B, n)."""
+    return torch.cat([values & 15, values >> 4], dim=1)
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """The bits of the bytes, lowest first: (B, 8n) of (B, n)."""
+    places = torch.arange(8, device=values.device, dtype=torch.uint8)
+    return ((values[:, :, None] >> places) & 1).flatten(1)
+
+
+def _q4_0(blocks):
+    return _half(blocks, 0) * (_halves(blocks[:, 2:]).float() - 8)
+
+
+def _q4_1(blocks):
+    return _half(blocks, 0) * _halves(blocks[:, 4:]).float() + _half(blocks, 2)
+
+
+def _q5_0(blocks):
+    return _half(blocks, 0) * ((_halves(blocks[:, 6:]) | _bits(blocks[:, 2:6]) << 4).float() - 16)
+
+
+def _q5_1(blocks):
+    return _half(blocks, 0) * (_halves(blocks[:, 8:]) | _bits(blocks[:, 4:8]) << 4).float() + _half(blocks, 2)
+
+
+def _q8_0(blocks):
+    return _half(blocks, 0) * _signed(blocks[:, 2:]).float()
+
+
+def _iq4_nl(blocks):
+    return _half(blocks, 0) * _level(_halves(blocks[:, 2:]))
+
+
+def _level(codes: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(_IQ4, dtype=torch.float32, device=codes.device)[codes.long()]
+
+
+def _pairs(values: torch.Tensor) -> torch.Tensor:
+    """(B, 2, 32, 4) two-bit numbers of (B, 64): [half, byte, place]."""
+    places = torch.arange(0, 8, 2, device=values.device, dtype=torch.uint8)
+    return (values.view(-1, 2, 32, 1) >> places) & 3
+
+
+def _q2_k(blocks):
+    scales, d, low = blocks[:, :16], _half(blocks, 80), _half(blocks, 82)
+    numbers = _pairs(blocks[:, 16:80]).permute(0, 1, 3, 2).reshape(-1, 16, 16).float()
+    return (d * (scales & 15).float())[:, :, None] * numbers - (low * (scales >> 4).float())[:, :, None]
+
+
+def _q3_k(blocks):
+    packed, d = blocks[:, 96:108], _half(blocks, 108)
+    low = torch.cat([packed[:, :8] & 15, packed[:, :8] >> 4], dim=1)
+    places = torch.arange(0, 8, 2, device=blocks.device, dtype=torch.uint8)
+    high = ((packed[:, None, 8:] >> places[:, None]) & 3).flatten(1)  # (B, 16): of scales 0-3, 4-7, ...
+    scales = (low | high << 4).float() - 32
+    top = (blocks[:, :32, None] >> torch.arange(8, device=blocks.device, dtype=torch.uint8)) & 1  # (B, 32, 8)
+    numbers = _pairs(blocks[:, 32:96]).permute(0, 1, 3, 2).reshape(-1, 8, 32).float() - 4 + 4 * top.permute(0, 2, 1).float()
+    return (d * scales)[:, :, None] * numbers.reshape(-1, 16, 16)
+
+
+def _scales_and_offsets(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eight 6-bit scales and offsets of (B, 12) bytes."""
+    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = torch.cat([first & 63, (third & 15) | (first >> 6) << 4], dim=1)
+    return scales.float(), torch.cat([second & 63, (third >> 4) | (second >> 6) << 4], dim=1).float()
+
+
+def _scaled_by_32(blocks: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """`numbers` (B, 8, 32) by the scales and offsets of the 4- and 5-bit K types."""
+    scales, offsets = _scales_and_offsets(blocks[:, 4:16])
+    return (_half(blocks, 0) * scales)[:, :, None] * numbers.float() - (_half(blocks, 2) * offsets)[:, :, None]
+
+
+def _by_32(values: torch.Tensor) -> torch.Tensor:
+    """(B, 8, 32) four-bit numbers of (B, 128): the low ones of 32 bytes, then their high ones."""
+    bytes32 = values.view(-1, 4, 1, 32)
+    return torch.cat([bytes32 & 15, bytes32 >> 4], dim=2).view(-1, 8, 32)
+
+
+def _q4_k(blocks):
+    return _scaled_by_32(blocks, _by_32(blocks[:, 16:].contiguous()))
+
+
+def _q5_k(blocks):
+    top = (blocks[:, None, 16:48] >> torch.arange(8, device=blocks.device, dtype=torch.uint8)[:, None]) & 1
+    return _scaled_by_32(blocks, _by_32(blocks[:, 48:].contiguous()) | top << 4)
+
+
+def _q6_k(blocks):
+    low, high = blocks[:, :128].reshape(-1, 2, 2, 32), blocks[:, 128:192].reshape(-1, 2, 1, 32)
+    fours = torch.cat([low & 15, low >> 4], dim=2)  # (B, 2, 4, 32)
+    places = torch.arange(0, 8, 2, device=blocks.device, dtype=torch.uint8)[:, None]
+    numbers = (fours | ((high >> places) & 3) << 4).float() - 32
+    return (_half(blocks, 208) * _signed(blocks[:, 192:208]).float())[:, :, None] * numbers.view(-1, 16, 16)
+
+
+def _iq4_xs(blocks):
+    places = torch.arange(0, 16, 2, device=blocks.device)
+    high = (blocks[:, 2:3].int() | blocks[:, 3:4].int() << 8) >> places & 3
+    low = torch.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], dim=2).flatten(1).int()
+    scales = _half(blocks, 0) * ((low | high << 4) - 32).float()
+    sixteen = blocks[:, 8:].reshape(-1, 8, 16)
+    return scales[:, :, None] * _level(torch.cat([sixteen & 15, sixteen >> 4], dim=2))
+
+
+# type -> (numbers in a block, its bytes, how it is read)
+TYPES: dict[str, tuple[int, int, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "GGUF_Q4_0": (32, 18, _q4_0),
+    "GGUF_Q4_1": (32, 20, _q4_1),
+    "GGUF_Q5_0": (32, 22, _q5_0),
+    "GGUF_Q5_1": (32, 24, _q5_1),
+    "GGUF_Q8_0": (32, 34, _q8_0),
+    "GGUF_IQ4_NL": (32, 18, _iq4_nl),
+    "GGUF_Q2_K": (256, 84, _q2_k),
+    "GGUF_Q3_K": (256, 110, _q3_k),
+    "GGUF_Q4_K": (256, 144, _q4_k),
+    "GGUF_Q5_K": (256, 176, _q5_k),
+    "GGUF_Q6_K": (256, 210, _q6_k),
+    "GGUF_IQ4_XS": (256, 136, _iq4_xs),
+}

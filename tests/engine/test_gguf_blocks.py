@@ -1,0 +1,154 @@
+"""ggml's quantised types: numbers by hand and by plain loops over one block, and a model in a GGUF file drawn from however it lies."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from backend.engine.gguf_blocks import TYPES, Blocks
+from backend.pipelines import ModelConfig, QwenImagePipeline
+
+pytestmark = pytest.mark.torch
+SCALES = {"GGUF_Q2_K": (80, 82), "GGUF_Q3_K": (108,), "GGUF_Q6_K": (208,), "GGUF_Q4_1": (0, 2), "GGUF_Q5_1": (0, 2), "GGUF_Q4_K": (0, 2), "GGUF_Q5_K": (0, 2)}
+
+
+def half(block: bytes, at: int) -> float:
+    return struct.unpack_from("<e", block, at)[0]
+
+
+def bit(data: bytes, number: int) -> int:
+    return data[number // 8] >> number % 8 & 1
+
+
+def nibble(data: bytes, number: int) -> int:
+    """Of 32 numbers in 16 bytes: the low halves are the first sixteen."""
+    return data[number] & 15 if number < 16 else data[number - 16] >> 4
+
+
+def pair_of_six(scales: bytes, j: int) -> tuple[int, int]:
+    if j < 4:
+        return scales[j] & 63, scales[j + 4] & 63
+    return scales[j + 4] & 15 | scales[j - 4] >> 6 << 4, scales[j + 4] >> 4 | scales[j] >> 6 << 4
+
+
+def six_of_three(scales: bytes, j: int) -> int:
+    low = scales[j] & 15 if j < 8 else scales[j - 8] >> 4
+    return (low | (scales[8 + j % 4] >> 2 * (j // 4) & 3) << 4) - 32
+
+
+def number(kind: str, b: bytes, i: int) -> float:
+    """Number `i` of block `b`, one at a time."""
+    d = half(b, {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}.get(kind, 0))
+    part, place = divmod(i, 128)
+    j, k = divmod(i, 32)
+    if kind == "Q4_0":
+        return d * (nibble(b[2:], i) - 8)
+    if kind == "Q4_1":
+        return d * nibble(b[4:], i) + half(b, 2)
+    if kind == "Q5_0":
+        return d * ((nibble(b[6:], i) | bit(b[2:6], i) << 4) - 16)
+    if kind == "Q5_1":
+        return d * (nibble(b[8:], i) | bit(b[4:8], i) << 4) + half(b, 2)
+    if kind == "Q8_0":
+        return d * struct.unpack_from("b", b, 2 + i)[0]
+    if kind == "Q2_K":
+        scale = b[i // 16]
+        return d * (scale & 15) * (b[16 + 32 * part + k] >> 2 * (place // 32) & 3) - half(b, 82) * (scale >> 4)
+    if kind == "Q3_K":
+        q = (b[32 + 32 * part + k] >> 2 * (place // 32) & 3) - (0 if b[k] >> j & 1 else 4)
+        return d * six_of_three(b[96:108], i // 16) * q
+    if kind in ("Q4_K", "Q5_K"):
+        scale, offset = pair_of_six(b[4:16], j)
+        start = 16 if kind == "Q4_K" else 48
+        byte = b[start + 32 * (j // 2) + k]
+        q = (byte >> 4 if j % 2 else byte & 15) | (0 if kind == "Q4_K" else (b[16 + k] >> j & 1) << 4)
+        return d * scale * q - half(b, 2) * offset
+    if kind == "Q6_K":
+        group = place // 32
+        low = b[64 * part + 32 * (group % 2) + k]
+        q = (low >> 4 if group > 1 else low & 15) | (b[128 + 32 * part + k] >> 2 * group & 3) << 4
+        return d * struct.unpack_from("b", b, 192 + i // 16)[0] * (q - 32)
+    levels = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+    if kind == "IQ4_NL":
+        return d * levels[nibble(b[2:], i)]
+    assert kind == "IQ4_XS"
+    scale = b[4 + j // 2] >> 4 * (j % 2) & 15 | (struct.unpack_from("<H", b, 2)[0] >> 2 * j & 3) << 4
+    return d * (scale - 32) * levels[nibble(b[8 + 16 * j :], k)]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_type_is_read_as_by_plain_loops(kind):
+    size, nbytes, _ = TYPES[kind]
+    generator = torch.Generator().manual_seed(0)
+    raw = torch.randint(0, 256, (3, nbytes), generator=generator, dtype=torch.uint8)
+    for at in SCALES.get(kind, (0,)):
+        raw[:, at : at + 2] = torch.randn(3, 1, generator=generator).half().view(torch.uint8)
+    expected = [number(kind.removeprefix("GGUF_"), bytes(block.tolist()), i) for block in raw for i in range(size)]
+    found = Blocks(kind, (size, 3)).decode(raw.flatten())
+    assert found.shape == (size, 3) and torch.allclose(found.flatten(), torch.tensor(expected), rtol=1e-6, atol=1e-6)
+
+
+def test_blocks_written_by_hand():
+    two = struct.pack("<e", 2.0)
+    block = torch.frombuffer(bytearray(two + bytes([0x98, 0x0F] + [0x88] * 14)), dtype=torch.uint8)
+    found = Blocks("GGUF_Q4_0", (32,)).decode(block).tolist()
+    assert found[:3] == [0.0, 14.0, 0.0] and found[16:19] == [2.0, -16.0, 0.0]
+    eight = torch.frombuffer(bytearray(two + struct.pack("32b", *range(-16, 16))), dtype=torch.uint8)
+    assert Blocks("GGUF_Q8_0", (32,)).decode(eight).tolist() == [2.0 * value for value in range(-16, 16)]
+    with pytest.raises(AssertionError, match="not those of the shape"):
+        Blocks("GGUF_Q8_0", (64,)).decode(eight)
+
+
+def in_eight(weight: torch.Tensor) -> torch.Tensor:
+    """Bytes of Q8_0."""
+    blocks = weight.float().reshape(-1, 32)
+    scale = (blocks.abs().amax(1, keepdim=True) / 127).half()
+    codes = (blocks / scale.float()).round().clamp(-127, 127).to(torch.int8)
+    return torch.cat([scale.view(torch.uint8), codes.view(torch.uint8)], dim=1).flatten()
+
+
+def write_gguf(path: Path, tensors: dict[str, tuple[int, tuple[int, ...], bytes]]) -> None:
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), 1) + text("general.architecture") + struct.pack("<I", 8) + text("qwen_image")
+    body = b""
+    for name, (kind, shape, data) in tensors.items():
+        head += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), kind, len(body))
+        body += data + bytes(-len(data) % 32)
+    path.write_bytes(head + bytes(-len(head) % 32) + body)
+
+
+@pytest.fixture(scope="module")
+def both(tiny_qwen, tmp_path_factory):
+    """The tiny transformer in Q8_0, and the same numbers in safetensors."""
+    folder, stored, same = tmp_path_factory.mktemp("gguf"), {}, {}
+    for name, weight in load_file(tiny_qwen / "transformer" / "diffusion_pytorch_model.safetensors").items():
+        quantised = weight.ndim == 2 and weight.numel() % 32 == 0
+        raw = in_eight(weight) if quantised else weight.float().contiguous().view(-1).view(torch.uint8)
+        stored[name] = (8 if quantised else 0, tuple(weight.shape), raw.numpy().tobytes())
+        same[name] = Blocks("GGUF_Q8_0", tuple(weight.shape)).decode(raw) if quantised else weight.float()
+    write_gguf(folder / "dit.gguf", stored)
+    save_file(same, folder / "same.safetensors")
+    return folder / "dit.gguf", folder / "same.safetensors"
+
+
+@pytest.mark.parametrize(
+    "states",
+    [{}, {"offload_device": "disk", "onload_device": "disk", "preparing_device": "disk"}, dict.fromkeys(("offload_dtype", "onload_dtype", "preparing_dtype"), "float8_e4m3fn")],
+    ids=["plain", "streamed from the file", "FP8"],
+)  # fmt: skip
+def test_a_gguf_model_draws_what_its_numbers_draw(both, tiny_qwen, states):
+    pictures = []
+    for file in both:
+        configs = [ModelConfig(path=file, **states), ModelConfig(path=tiny_qwen / "text_encoder"), ModelConfig(path=tiny_qwen / "vae")]
+        pipe = QwenImagePipeline.from_pretrained(
+            model_configs=configs, device="cpu", torch_dtype=torch.float32, tokenizer_config=ModelConfig(path=tiny_qwen / "tokenizer")
+        )
+        pictures.append(numpy.asarray(pipe("a red apple", seed=1, width=64, height=64, num_inference_steps=1)))
+    assert numpy.array_equal(*pictures)
