@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from backend.catalog.arrangement import Layout, Work
-from backend.catalog.estimate import BASE_DEPTH, evaluate, greatest
+from backend.catalog.estimate import BASE_DEPTH, greatest
 from backend.catalog.sizes import PartSizes
 from backend.schema.vram import DTYPE_BYTES
 
@@ -20,12 +20,7 @@ def step(part: PartSizes, point: dict, work: Work, layout: Layout) -> dict[str, 
     else:
         return None
     form = found["bn" if point["b"] > 1 else "b1"]
-    bytes_of = {name: [greatest(form["features"], pieces, point) for pieces in form[name]] for name in ("forward", "begins", "ends")}
-    deeper = [depth - BASE_DEPTH for depth in part.depths.values()]
-    return {
-        name: int(factor * (base + sum(count * (more - base) for count, more in zip(deeper, others))))
-        for name, (base, *others) in bytes_of.items()
-    }  # fmt: skip
+    return {name: int(factor * _at_depth(part, form["features"], form[name], point)) for name in ("forward", "begins", "ends")}
 
 
 def sample(part: PartSizes, point: dict, work: Work, pictures: int) -> int | None:
@@ -33,7 +28,17 @@ def sample(part: PartSizes, point: dict, work: Work, pictures: int) -> int | Non
     table = part.table.get("cpu", {})
     targets = "full" if work.targets == "full" else "usual"
     found, factor = _form(table, f"{_kernel(table, point)}/sample/{targets}/{{}}", work.computing)
-    return None if found is None else int(factor * evaluate(found[f"b{pictures}"], point))
+    if found is None:
+        return None
+    form = found[f"b{pictures}"]
+    return int(factor * _at_depth(part, form["features"], form["pieces"], point))
+
+
+def _at_depth(part: PartSizes, features: list[str], depths: list, point: dict) -> float:
+    """Bytes at the part's own depth; `depths`: pieces at the base depth, then with one more block of each kind."""
+    base, *others = [greatest(features, pieces, point) for pieces in depths]
+    deeper = [depth - BASE_DEPTH for depth in part.depths.values()]
+    return base + sum(count * (more - base) for count, more in zip(deeper, others))
 
 
 def _kernel(table: dict, point: dict) -> str:

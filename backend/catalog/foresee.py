@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend.catalog import estimate, training
-from backend.catalog.arrangement import DENOISERS, FP8, Fixed, PartLayout, Work
+from backend.catalog.arrangement import DENOISERS, FP8, Fixed, Layout, PartLayout, Work
 from backend.catalog.estimate import point_of
 from backend.catalog.options import Terms
 from backend.catalog.sizes import ModelSizes
@@ -79,8 +79,14 @@ def run_bytes(config, sizes: ModelSizes, fixed: Fixed, **known) -> dict[str, int
     storages, homes = (work.computing, FP8), (DISK,) if fixed.on_cpu else ("ram", DISK)
     terms = Terms(sizes, work, point_of(sizes, work), Speed(1e12, 1e10, 1e9, 1e11), fixed, 2**60, homes, storages)
     beside = () if work.caches else terms.encoders
-    option = min(training.step_options(terms, own, beside=beside), key=lambda one: (one.lossy, len(one.rungs)))
+    option = min(training.step_options(terms, own, beside=beside), key=lambda one: _strays(one.layout, own, terms.denoisers[0].name, work.computing))
     found = {}
     for phase in option.phases:
         found |= phase.moments or {phase.name: phase.live_bytes}
     return found
+
+
+def _strays(layout: Layout, own: Layout, name: str, computing: str) -> tuple[bool, ...]:
+    """In what `layout` is not what the config says, of the part that trains and of the rest."""
+    part, said = layout.parts[name], own.parts.get(name, PartLayout(storage=""))
+    return part.mode != said.mode, part.storage != (said.storage or computing), replace(layout, parts=own.parts) != own

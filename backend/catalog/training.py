@@ -14,6 +14,7 @@ from backend.catalog.weights import STAGING_BUFFERS, moved_bytes, off_card, on_c
 from backend.schema.vram import DISK, DTYPE_BYTES
 
 MOMENTS_8BIT = 2.1  # bytes for each trained number: two moments and their scales
+DECODER_SHARE = 0.25  # of an autoencoder, what is there at once where its blocks are fetched
 MATERIAL_BYTES = 512  # of a token's latents and noise, which a step keeps
 CPU_UPDATE_BYTES = 20e9  # of RAM that an update on the CPU goes through, a second
 
@@ -143,6 +144,8 @@ def _taken(own: Layout, layout: Layout) -> tuple[str, ...]:
 
 
 def _step(terms: Terms, layout: Layout, kept: PartLayout, rungs, lossy: int, beside) -> Option:
+    if layout.checkpoints_in_ram or kept.mode == "streamed":  # their backward passes give zeros to what nothing reads
+        terms = replace(terms, work=replace(terms.work, idle_numel=0))
     part, work, fixed = terms.denoisers[0], terms.work, terms.fixed
     numel, grads = work.trained_numel, _gradient_bytes(work)
     here = fixed.on_cpu or not layout.states_in_ram  # on a CPU the optimizer's RAM is where all else is
@@ -156,7 +159,7 @@ def _step(terms: Terms, layout: Layout, kept: PartLayout, rungs, lossy: int, bes
     weights = {part.name: held + (part.table.get("tables", 0) if whole else 0)}
     weights |= {one.name: one.bytes(work.computing, work.computing) for one in beside}
     if work.samples and "vae" in terms.sizes.parts:  # it stays for the next sample
-        weights["vae"] = terms.sizes.parts["vae"].bytes(work.decoder_dtype, work.decoder_dtype)
+        weights["vae"] = _decoder_bytes(terms, layout)
     ram = off_card(part, kept, work.computing)
     ram += checkpoints if layout.checkpoints_in_ram else 0
     ram += int(layout.state_bytes * numel) + grads if layout.states_in_ram else 0
@@ -170,6 +173,13 @@ def _step(terms: Terms, layout: Layout, kept: PartLayout, rungs, lossy: int, bes
         phases.append(_sample(terms, weights, staging, trained))
     phases.append(_save(terms, weights, staging, trained))
     return Option(replace(layout, parts={part.name: kept}), tuple(phases), tuple(rungs), lossy, ram)
+
+
+def _decoder_bytes(terms: Terms, layout: Layout) -> int:
+    """Of the autoencoder between samples and in one. Where it is fetched block by block: of its largest blocks and what lies around them."""
+    whole = terms.sizes.parts["vae"].bytes(terms.work.decoder_dtype, terms.work.decoder_dtype)
+    away = layout.parts.get("vae", PartLayout()).mode == "streamed"
+    return int(DECODER_SHARE * whole) if away else whole
 
 
 def _working(terms: Terms, layout: Layout) -> tuple[Working, int, dict[str, int]]:
@@ -239,7 +249,6 @@ def _sample(terms: Terms, weights: dict[str, int], staging: int, adapter: int):
     own = cpu_runs.sample(terms.denoisers[0], terms.point, work, pictures) if fixed.on_cpu else None
     working = terms.once("sample", lambda: estimate.denoise(terms.denoisers[0], point, work, fixed)) if own is None else Working(own, own, own)
     if vae is not None:
-        weights = weights | {"vae": vae.bytes(work.decoder_dtype, work.decoder_dtype)}
         working = max(working, estimate.decode(vae, {**point, "b": 1}, work.decoder_dtype, fixed), key=lambda one: one.likely)
     return estimate.phase("sample", weights, working, fixed, staging=staging, adapter=adapter)
 

@@ -18,7 +18,9 @@ SECTIONS = {"forward": ("", FORWARD), "begins": (FORWARD, TOP), "ends": (BOTTOM,
 SPAN = {"plain": {"n": (16, 512), "t": (4, 128)}, "fused": {"n": (256, 8192), "t": (8, 256)}}
 RANKS, PICTURES = (4, 128), (2, 16)
 RANK = 16
-CELLS, TEXTS, MANY, WIDE = ((12, 20), (16, 26), (8, 10)), (14, 33, 23), (2, 3, 5), (20, 8, 14)  # three points in general position
+# three points in general position, within the span of each kernel
+CELLS = {"plain": ((12, 20), (16, 26), (8, 10)), "fused": ((48, 80), (64, 104), (32, 40))}
+TEXTS, MANY, WIDE = (14, 33, 23), (2, 3, 5), (20, 8, 14)
 
 
 def forms_of(network: str, config: dict, known: dict, dtype: torch.dtype, name: str) -> Iterator[tuple[str, dict]]:
@@ -34,7 +36,7 @@ def forms_of(network: str, config: dict, known: dict, dtype: torch.dtype, name: 
                 key = f"{kernel}/{targets}/{'checkpointed' if checkpointed else 'kept'}/{name}"
                 yield key, steps(network, config, known, dtype, kernel, targets, checkpointed=checkpointed)
             if targets in ("usual", "full"):
-                yield f"{kernel}/sample/{targets}/{name}", _samples(network, config, known, dtype, kernel, targets)
+                yield f"{kernel}/sample/{targets}/{name}", samples(network, config, known, dtype, kernel, targets)
 
 
 def steps(network: str, config: dict, known: dict, dtype: torch.dtype, kernel: str, targets: str, *, checkpointed: bool) -> dict:
@@ -50,7 +52,7 @@ def step_form(
     network: str, config: dict, known: dict, dtype: torch.dtype, kernel: str, targets: list[str], *, many: bool, checkpointed: bool,
 ) -> dict:  # fmt: skip
     """The form of a step with adapters on `targets`, or (none) of all weights: features, and each section's pieces at each depth."""
-    names, points = names_of(many=many), points_of(many=many)
+    names, points = names_of(many=many), points_of(kernel, many=many)
     span = SPAN[kernel] | {"b": PICTURES if many else (1, 1), "r": RANKS if targets else (1, 1)}
     sections = {section: [] for section in SECTIONS}
     for depths in shallow.depths_of(known):
@@ -73,8 +75,8 @@ def names_of(*, many: bool) -> list[str]:
     return [*apart, *("b" if one == "1" else f"b{one}" for one in apart)] if many else apart
 
 
-def points_of(*, many: bool) -> list[dict]:
-    rows = zip(CELLS, TEXTS, MANY, WIDE, strict=True)
+def points_of(kernel: str, *, many: bool) -> list[dict]:
+    rows = zip(CELLS[kernel], TEXTS, MANY, WIDE, strict=True)
     return [{"h": h, "w": w, "n": h * w // 4, "t": t, "b": b if many else 1, "r": r} for (h, w), t, b, r in rows]
 
 
@@ -100,14 +102,17 @@ def step_tape(
         return cpu_step.step_tape(module, blocks, point, dtype, lean=bool(targets))
 
 
-def _samples(network, config, known, dtype, kernel, targets) -> dict:
-    found, wanted = {}, known["lora"].get(targets, [])
+def samples(network: str, config: dict, known: dict, dtype: torch.dtype, kernel: str, targets: str) -> dict:
+    """Forms of a sample's pass, one picture and both halves of guidance: autocast keeps copies of all weights that train in float32."""
+    names, wanted = ["1", "n", "t", "s", "ss"], known["lora"].get(targets, [])
+    found = {name: {"features": names, "pieces": []} for name in ("b1", "b2")}
     with fakes():
-        few = shallow.config_of(config, known, shallow.depths_of(known)[0])
-        module = cpu_step.network(network, few, dtype, targets=wanted, rank=RANK, checkpointed=False, kernel=kernel)
-        for batch in (1, 2):
-            points = [{**point, "b": batch, "r": RANK} for point in points_of(many=False)]
-            tapes = [cpu_step.sample_tape(module, point, dtype) for point in points]
-            form = forms.fit(["1", "n", "t", "s", "ss"], points, tapes, SPAN[kernel], single=True)
-            found[f"b{batch}"] = form
+        for depths in shallow.depths_of(known):
+            few = shallow.config_of(config, known, depths)
+            module = cpu_step.network(network, few, dtype, targets=wanted, rank=RANK, checkpointed=False, kernel=kernel)
+            for batch in (1, 2):
+                points = [{**point, "b": batch, "r": RANK} for point in points_of(kernel, many=False)]
+                tapes = [cpu_step.sample_tape(module, point, dtype) for point in points]
+                form = forms.fit(names, points, tapes, SPAN[kernel], single=True)
+                found[f"b{batch}"]["pieces"].append(_centred(form["pieces"]))
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from backend.catalog import foresee, learnt
+from backend.catalog.arrangement import Fixed
 from backend.catalog.plan import fixed_of
 from backend.catalog.sizes import ModelSizes, sizes_of
 from backend.engine import live
@@ -74,14 +75,19 @@ def _highest(both: dict[str, list[int]]) -> tuple[int, int]:
 
 
 def predicted_by(run) -> dict[str, int]:
-    """Phase -> bytes that `run` should take, with what it has found out about its pictures and captions."""
-    return predicted_bytes(run.config, _sizes(run), probe(run.device), run.peaks.largest)
+    """Phase -> bytes that `run` should take, with what it has found out about its pictures and captions, and what earlier runs taught."""
+    card, sizes = probe(run.device), _sizes(run)
+    run.peaks.fixed = run.peaks.fixed or fixed_here(card, sizes)  # once, for this run teaches too
+    return foresee.run_bytes(run.config, sizes, run.peaks.fixed, **known_of(run.peaks.largest), batch=run.peaks.largest.count)
 
 
 def predicted_bytes(config, sizes: ModelSizes, card: Card, largest: Largest) -> dict[str, int]:
     """The same of a run of `config` whose largest batch is `largest`."""
-    fixed = learnt.corrected(fixed_of(card), card, sizes.family, places().user / MEASURED, kind=learnt.TRAINING)
-    return foresee.run_bytes(config, sizes, fixed, **known_of(largest), batch=largest.count)
+    return foresee.run_bytes(config, sizes, fixed_here(card, sizes), **known_of(largest), batch=largest.count)
+
+
+def fixed_here(card: Card, sizes: ModelSizes) -> Fixed:
+    return learnt.corrected(fixed_of(card), card, sizes.family, places().user / MEASURED, kind=learnt.TRAINING)
 
 
 def known_of(largest: Largest) -> dict[str, int]:

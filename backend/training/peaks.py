@@ -42,7 +42,7 @@ class Peaks:
         self.counts = self.measure.is_free
         self.steps, self.same, self.largest, self._open = 0, 0, Largest(), False
         self._tokens: dict[str, int] = {}
-        self.kept = False  # for the next estimate
+        self.kept, self.fixed = False, None  # for the next estimate; what the device was known for when this run began
 
     @property
     def by_phase(self) -> dict[str, int]:
