@@ -22,12 +22,16 @@ class Blocks:
     kind: str
     shape: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        size, nbytes, _ = TYPES[self.kind]
+        return math.prod(self.shape) // size * nbytes if math.prod(self.shape) % size == 0 else -1
+
     def decode(self, raw: torch.Tensor) -> torch.Tensor:
         """The numbers (float32) of `raw` (uint8, all bytes of the tensor), on its device."""
-        size, nbytes, read = TYPES[self.kind]
-        blocks = raw.reshape(-1, nbytes)
-        assert len(blocks) * size == math.prod(self.shape), "the bytes are not those of the shape"
-        return read(blocks).reshape(self.shape)
+        assert raw.numel() == self.nbytes, "the bytes are not those of the shape"
+        _, nbytes, read = TYPES[self.kind]
+        return read(raw.reshape(-1, nbytes)).reshape(self.shape)
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:

@@ -218,7 +218,15 @@ def _unscaled(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> t
 
 def blocks_of(at: TensorAt) -> Blocks | None:
     """How the numbers of a tensor in ggml's blocks are read; None for plain ones."""
-    return Blocks(at.dtype, tuple(at.shape)) if at.dtype in TYPES else None
+    if at.dtype not in TYPES:
+        return None
+    found = Blocks(at.dtype, tuple(at.shape))
+    if found.nbytes != at.nbytes:
+        raise Trouble(
+            "not_supported", f"{at.file.name} stores {at.key} in blocks that do not end with its rows, so it cannot be read.",
+            hint="Take another file of this model.",
+        )  # fmt: skip
+    return found
 
 
 def as_bytes(at: TensorAt) -> TensorAt:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from backend.engine.gguf_blocks import TYPES, Blocks
 from backend.pipelines import ModelConfig, QwenImagePipeline
+from backend.schema.messages import Trouble
 
 pytestmark = pytest.mark.torch
 SCALES = {"GGUF_Q2_K": (80, 82), "GGUF_Q3_K": (108,), "GGUF_Q6_K": (208,), "GGUF_Q4_1": (0, 2), "GGUF_Q5_1": (0, 2), "GGUF_Q4_K": (0, 2), "GGUF_Q5_K": (0, 2)}
@@ -102,6 +103,17 @@ def test_blocks_written_by_hand():
     assert Blocks("GGUF_Q8_0", (32,)).decode(eight).tolist() == [2.0 * value for value in range(-16, 16)]
     with pytest.raises(AssertionError, match="not those of the shape"):
         Blocks("GGUF_Q8_0", (64,)).decode(eight)
+
+
+def test_rows_that_end_inside_a_block_are_refused(tmp_path):
+    from backend.catalog.spec import TensorAt
+    from backend.engine.load import read_tensor
+
+    path = tmp_path / "a.gguf"
+    path.write_bytes(bytes(34))
+    assert read_tensor(TensorAt(path, "w", "GGUF_Q8_0", (2, 16), 0, 34)).shape == (2, 16)
+    with pytest.raises(Trouble, match="do not end with its rows"):
+        read_tensor(TensorAt(path, "w", "GGUF_Q8_0", (1, 16), 0, 17))
 
 
 def in_eight(weight: torch.Tensor) -> torch.Tensor:
