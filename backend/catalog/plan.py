@@ -223,12 +223,14 @@ def config_of(part: PartLayout, device: str, computing: str) -> VramConfig:
 
 
 def _limit(layout: Layout, terms: Terms) -> float | None:
-    """What blocks of a streamed part may take on the card, GiB; the engine keeps as many as that holds."""
+    """What blocks of a streamed part may take on the card, GiB: as many as planned, and half a block, so that it is those wherever it is counted."""
     names = [*(name for name in DENOISERS if name in layout.parts), *layout.parts]
     for name in names:
-        if layout.parts[name].mode == "streamed":
-            held = sum(on_card(terms.sizes.parts[name], layout.parts[name], True, terms.work.computing))
-            return round(held / GIB + 0.0005, 3)
+        part, kept = terms.sizes.parts[name], layout.parts[name]
+        if kept.mode == "streamed":
+            held = sum(on_card(part, kept, True, terms.work.computing)) - part.table.get("tables", 0)  # which come later
+            spare = part.largest_block(kept.storage, terms.work.computing) // 2
+            return math.ceil((held + spare) / GIB * 1e4) / 1e4
     return None
 
 

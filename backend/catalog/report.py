@@ -34,6 +34,8 @@ def _for_scripts(found: VramPlan) -> list[str]:
             lines.append(f"{name}: {', '.join(f'{key}={value}' for key, value in said.items())}")
     if found.vram_limit_gib is not None:
         lines.append(f"vram_limit={found.vram_limit_gib}")
+    if found.tiled_vae:
+        lines.append("tiled=True")
     lines += [f"--{name} {value}" if value is not True else f"--{name}" for name, value in found.settings.items() if value not in (False, None)]
     return lines
 

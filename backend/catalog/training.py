@@ -59,11 +59,11 @@ def _fetched(terms: Terms, storages: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _leaving(option: Option, terms: Terms) -> Option:
-    """Encoding as a phase of a run: what waits in RAM was read from disk before, and goes when it is done."""
-    computing = terms.work.computing
-    read = sum(part.bytes(computing, computing) for part in terms.encoders) if option.off_card_bytes else 0
-    reading = estimate.move_seconds(read, DISK, terms.speed)
-    phases = tuple(replace(one, name="cache text", seconds=tuple(value + reading for value in one.seconds)) for one in option.phases)
+    """Encoding as a phase of a run: what it waits for is the disk, however its weights are kept then; and they go when it is done."""
+    computing, home = terms.work.computing, "ram" if option.off_card_bytes else DISK
+    read = sum(part.bytes(computing, computing) for part in terms.encoders)
+    more = estimate.move_seconds(read, DISK, terms.speed) - estimate.move_seconds(read, home, terms.speed)
+    phases = tuple(replace(one, name="cache text", seconds=tuple(value + more for value in one.seconds)) for one in option.phases)
     parked = any(part.mode == "parked" for part in option.layout.parts.values())
     rungs = tuple(rung for rung in option.rungs if rung != "park" and not (parked and rung.startswith("disk")))
     return replace(option, phases=phases, rungs=rungs, off_card_bytes=0)
@@ -275,8 +275,8 @@ def settings(layout: Layout, terms: Terms, own: Layout) -> dict[str, object]:
     denoiser = layout.parts[terms.denoisers[0].name]
     if denoiser.mode == "streamed":
         wanted["resident_blocks"] = denoiser.on_card
-    if fetched and not terms.fixed.on_cpu:
-        wanted["offload_device"] = layout.parts[fetched[0]].home
+    if not terms.fixed.on_cpu and any(layout.parts[name].home == DISK for name in fetched):
+        wanted["offload_device"] = DISK
     stored = [name for name, part in layout.parts.items() if part.storage == FP8]
     said = [name for name, part in own.parts.items() if part.storage == FP8]
     if not set(stored) <= set(said):

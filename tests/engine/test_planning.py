@@ -14,6 +14,7 @@ from backend.engine.pipeline import Pipeline
 from backend.engine.planning import Placing
 from backend.families import FAMILIES
 from backend.schema.places import ASSETS
+from backend.schema.preferences import Preferences
 from backend.schema.request import GenerationRequest
 
 pytestmark = pytest.mark.torch
@@ -47,3 +48,31 @@ def test_blocks_that_stay_and_blocks_that_come_are_the_plan_s():
         assert peak.by_phase[phase.name] == pytest.approx(phase.live_bytes, rel=0.02, abs=2.2 * MIB), phase.name
     assert peak.highest_bytes == pytest.approx(found.peak_live_bytes, rel=0.02)
     assert peak.highest_bytes <= small.total_bytes
+
+
+def test_a_script_that_takes_the_plan_keeps_its_blocks(tmp_path):
+    from backend.catalog.report import table
+    from backend.pipelines import ModelConfig, QwenImagePipeline
+
+    spec = identify_model(ASSETS / "starter", FAMILIES)
+    request = GenerationRequest(prompt="a red apple", width=128, height=128, num_inference_steps=2, guidance=1.0)
+    card = replace(memory.probe("cpu"), dtypes=("bfloat16", "float32"), reserve_bytes=0, used_by_others_bytes=0)
+    for mib in (14, 17, 21):
+        found = plan(spec, replace(card, total_bytes=mib * MIB, free_bytes=mib * MIB), request, Preferences(allow_fp8=False))
+        resident, streamed = found.resident_blocks["dit"], found.streamed_blocks["dit"]
+        assert found.verdict == "green" and streamed
+        said = {name: {key: value for key, value in config.to_values().items() if value} for name, config in found.configs.items()}
+        text = table(found, card)
+        assert f"vram_limit={found.vram_limit_gib}" in text and all(f"{key}={value}" in text for key, value in said["dit"].items())
+        pipe = QwenImagePipeline.from_pretrained(
+            device="cpu", vram_limit=found.vram_limit_gib, tokenizer_config=ModelConfig(path=ASSETS / "starter" / "tokenizer"),
+            model_configs=[ModelConfig(path=list(part.files), **said.get(name, {})) for name, part in spec.parts.items()],
+        )  # fmt: skip
+        held = []
+        try:
+            with live.measuring(pipe.pipeline) as peak:
+                pipe.pipeline.generate(request, should_stop=lambda: held.append(pipe.pipeline.placements["dit"].resident_blocks()))
+        finally:
+            pipe.pipeline.close()
+        assert held[-1] == resident and len(resident) + len(streamed) == 7
+        assert peak.highest_bytes <= mib * MIB * 1.01
