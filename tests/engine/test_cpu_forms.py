@@ -51,11 +51,11 @@ def test_shipped_forms_agree_with_a_new_trace(kernel, targets, checkpointed, bat
 
 
 def test_a_network_without_a_table_is_foretold_at_its_own_depth():
-    lora, at = KNOWN["lora"]["usual"], point(r=8, b=8)
+    lora, at = KNOWN["lora"]["attention"], point(r=8, b=8)
     form = cpu_forms.step_form(NETWORK, TINY, KNOWN, torch.float32, "plain", lora, many=True, checkpointed=False)
-    table = {"cpu": {"plain_tokens": 512, "plain/usual/kept/float32": {"bn": form}}}
+    table = {"cpu": {"plain_tokens": 512, "plain/attention/kept/float32": {"bn": form}}}
     found = cpu_runs.step(
-        PartSizes("dit", "", table, (), Numbers(), {"transformer_blocks": 5}), at, Work(targets="usual", batch=8, computing="float32"), Layout(),
+        PartSizes("dit", "", table, (), Numbers(), {"transformer_blocks": 5}), at, Work(targets="attention", batch=8, computing="float32"), Layout(),
     )  # fmt: skip
     module = cpu_step.network(NETWORK, TINY, torch.float32, targets=lora, rank=8, checkpointed=False, kernel="plain")
     real = sections(cpu_step.step_tape(module, list(module.transformer_blocks), at, torch.float32, lean=True))

@@ -141,9 +141,9 @@ def test_bytes_are_affine_in_depth():
             "diffusers:QwenImageTransformer2DModel", {**DENOISERS["QwenImageTransformer2DModel"], "num_layers": depth}, BF16,
             known["lora"]["attention"], {"h": 32, "w": 32, "t": 32, "b": 1, "r": 4}, False,
         ))
-        for depth in (2, 3, 8)
+        for depth in (2, 3, 6)
     ]  # fmt: skip
-    assert found[2] == pytest.approx(found[0] + 6 * (found[1] - found[0]), rel=0.005)
+    assert found[2] == pytest.approx(found[0] + 4 * (found[1] - found[0]), rel=0.005)
 
 
 @pytest.fixture(scope="module")
@@ -214,11 +214,11 @@ def test_every_published_network_has_a_table():
 
 def test_the_helper_answers_questions_in_a_folder(tmp_path):
     config = DENOISERS["WanTransformer3DModel"] | {"in_channels": 16, "out_channels": 16}
-    (tmp_path / "one.ask").write_text(json.dumps({"network": "diffusers:AutoencoderKL", "config": DECODERS["AutoencoderKL"]}))
+    (tmp_path / "one.ask").write_text(json.dumps({"network": "transformers:T5EncoderModel", "config": T5}))
     (tmp_path / "two.ask").write_text(json.dumps({"network": "diffusers:NoSuchNetwork", "config": config}))
     answers.serve(tmp_path, idle_seconds=0.0)
     for _ in itertools.takewhile(lambda _: list(tmp_path.glob("*.ask")), range(3)):
         answers.serve(tmp_path, idle_seconds=0.1)
     answer = json.loads((tmp_path / "one.json").read_text())
-    assert answer["tables"][0]["forms"]["decode/bfloat16/picture"]["pieces"]
+    assert answer["tables"][0]["forms"]["text/bfloat16/b1"]["pieces"]
     assert "NoSuchNetwork" in json.loads((tmp_path / "two.json").read_text())["trouble"]
