@@ -31,6 +31,13 @@ def text(html: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html)).strip()
 
 
+def test_a_run_says_what_its_tensors_took_beside_what_was_predicted():
+    counted = {"ram_bytes": GIB, "measured_bytes": 3 * GIB // 2, "predicted_bytes": 2 * GIB, "phases": {}}
+    said = text(run_view.head(replace(RUN, memory=counted), now=0.0))
+    assert "1.0 GB RAM; tensors at most 1.5 GB, predicted 2.0 GB" in said
+    assert "predicted" not in text(run_view.head(replace(RUN, memory={"ram_bytes": GIB}), now=0.0))
+
+
 def test_the_strip_says_who_has_the_card():
     card = Card("cuda:0", "RTX", 12 * GIB, 9 * GIB, ram_total_bytes=32 * GIB, ram_free_bytes=20 * GIB)
     idle = text(engine_view.strip(EngineSnapshot(state="idle"), [card], []))
