@@ -30,14 +30,16 @@ element.addEventListener("input", (event) => {
   const field = event.target.closest("[data-field]");
   if (field) typed.set(field.dataset.field, field.value);
 });
-new MutationObserver(() => {
+const drawn = () => {
   const head = element.querySelector("[data-set]");
   if (!head) return;
   if (head.dataset.set !== shown && head.dataset.was !== shown) typed.clear();
   shown = head.dataset.set;
-  for (const field of element.querySelectorAll("[data-field]"))
-    if (typed.has(field.dataset.field)) field.value = typed.get(field.dataset.field);
-}).observe(element, {childList: true, subtree: true});
+  // The page may keep a field and change only its text; what was typed there for another picture would still be seen.
+  for (const field of element.querySelectorAll("textarea")) field.value = typed.get(field.dataset.field) ?? field.defaultValue;
+};
+new MutationObserver(drawn).observe(element, {childList: true, subtree: true, characterData: true});
+drawn();
 """
 
 
