@@ -130,3 +130,30 @@ def test_memory_that_runs_out_in_loading_starts_the_run_anew_a_rung_lower(run_tr
     said = events(tmp_path / "run")
     assert any("going on from the last state by keeping frozen weights away" in str(event) for event in said)
     assert said[-1]["reason"] == "complete"
+
+
+def test_memory_that_runs_out_in_the_saving_thread_starts_the_run_anew_from_the_state_before(run_training, events, tmp_path, monkeypatch):
+    import os
+
+    from backend.training import saving
+
+    save_state, started = saving.save_state, []
+
+    def fails_at_two(folder, state):
+        if state.step == 2 and not started:
+            raise MemoryError
+        return save_state(folder, state)
+
+    def anew(program, command):
+        started.append(command[3:])
+        raise SystemExit(77)
+
+    monkeypatch.setattr(saving, "save_state", fails_at_two)
+    monkeypatch.setattr(os, "execv", anew)
+    with pytest.raises(SystemExit):
+        run_training(tmp_path / "run", "--max_steps", "3", "--save_steps", "1")
+    assert "--use_gradient_checkpointing" in started[0]
+    assert run_training.as_typed(started[0]) == 0
+    said = events(tmp_path / "run")
+    assert [event["step"] for event in said if event["event"] == "resumed"] == [1]
+    assert any("Memory ran out; going on from the last state" in str(event) for event in said) and said[-1]["reason"] == "complete"
