@@ -25,10 +25,7 @@ from tests.training.kill_campaign import Held
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
-STARTER = (
-    "loft/starter:transformer/diffusion_pytorch_model*.safetensors,loft/starter:text_encoder/model*.safetensors,"
-    "loft/starter:vae/diffusion_pytorch_model.safetensors"
-)
+FILES = "MODEL:transformer/diffusion_pytorch_model*.safetensors,MODEL:text_encoder/model*.safetensors,MODEL:vae/diffusion_pytorch_model.safetensors"
 TARGETS = "to_q,to_k,to_v,add_q_proj,add_k_proj,add_v_proj,to_out.0,to_add_out,img_mlp.net.2,img_mod.1,txt_mlp.net.2,txt_mod.1"
 
 
@@ -74,10 +71,10 @@ def wait_for_step(folder: Path, step: int, child: psutil.Popen, *, seconds: floa
         time.sleep(0.05)
 
 
-def documented(dataset: Path) -> list[str]:
-    """The LoRA command of the documents on the starter; a metadata file beside the pictures, as there."""
+def documented(dataset: Path, model: str = "loft/starter", epochs: int = 5) -> list[str]:
+    """The LoRA command of the documents; a metadata file beside the pictures, as there."""
     return ["--dataset_base_path", str(dataset), "--dataset_metadata_path", str(dataset / "metadata.csv"), "--max_pixels", "16384",
-            "--dataset_repeat", "2", "--model_id_with_origin_paths", STARTER, "--learning_rate", "1e-4", "--num_epochs", "5",
+            "--dataset_repeat", "2", "--model_id_with_origin_paths", FILES.replace("MODEL", model), "--learning_rate", "1e-4", "--num_epochs", str(epochs),
             "--remove_prefix_in_ckpt", "pipe.dit.", "--output_path", "./models/train/my_lora", "--lora_base_model", "dit",
             "--lora_target_modules", TARGETS, "--lora_rank", "32", "--use_gradient_checkpointing", "--dataset_num_workers", "2",
             "--find_unused_parameters"]  # fmt: skip
@@ -91,42 +88,40 @@ def table(tmp_path: Path, pictures: Path) -> Path:
     return folder
 
 
-def test_the_documented_command_killed_and_gone_on_with_is_the_uninterrupted(launch, data, table: Path, run_training):
-    out = data.root / "models" / "train" / "my_lora"
-    command = [*LAUNCH, "-m", "backend.training", *documented(table), "--save_dtype", "float32"]
-    child = launch(command)
-    wait_for_step(out, 8, child)  # one epoch of six steps is saved
-    for process in [*child.children(recursive=True), child]:
-        process.send_signal(signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
-    child.wait(20)
-    assert [path.name for path in out.glob("epoch-*")] == ["epoch-0.safetensors"]
-    assert load_file(out / "epoch-0.safetensors")
-    child = launch([*command, "--resume_from_checkpoint", "latest"])
-    assert child.wait(600) == 0, log(data, 1)
-    assert steps(out)[-1] == 30
-    assert sorted(path.name for path in out.glob("epoch-*")) == [f"epoch-{number}.safetensors" for number in range(5)]
-    whole = data.root / "models" / "train" / "whole"
-    assert run_training.as_typed([*documented(table), "--save_dtype", "float32", "--output_path", str(whole)]) == 0
-    one, two = load_file(out / "epoch-4.safetensors"), load_file(whole / "epoch-4.safetensors")
-    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-
-
-def test_the_script_by_its_path_works_on_the_working_folder_and_its_result_is_taken_by_the_pipeline(
-    launch, data, table: Path, tiny_qwen: Path, monkeypatch
+def test_the_documented_command_killed_and_gone_on_with_by_the_script_is_the_uninterrupted(
+    launch, data, table: Path, tiny_qwen: Path, run_training, monkeypatch
 ):
+    """First as a module with a data folder, then as a script by its path, which works on the folder that it is started in."""
     from backend.catalog.identify import identify_model
     from backend.engine import lora
     from backend.engine.load import load_part
     from backend.families import FAMILIES
 
+    epochs = 15
     shutil.copytree(tiny_qwen, data.models / "Qwen" / "Qwen-Image")
-    monkeypatch.delenv("LOFT_DATA")
-    parts = (name.replace("loft/starter", "Qwen/Qwen-Image") for name in documented(table))
-    assert launch([*LAUNCH, str(PROJECT / "train.py"), *parts, "--max_steps", "1"]).wait(300) == 0, log(data)
-    dit = load_part(identify_model(tiny_qwen, FAMILIES).parts["dit"], dtype=torch.float32)
-    receipt = lora.load(dit, data.root / "models" / "train" / "my_lora" / "step-1.safetensors")
-    assert receipt.layers_applied == receipt.layers_found > 0 and not receipt.unused
+    out = data.root / "models" / "train" / "my_lora"
+    flags = [*documented(table, "Qwen/Qwen-Image", epochs), "--save_dtype", "float32"]
+    child = launch([*LAUNCH, "-m", "backend.training", *flags])
+    wait_for_step(out, 8, child)  # one epoch of six steps is saved
+    for process in [*child.children(recursive=True), child]:
+        process.send_signal(signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
+    child.wait(20)
+    assert 0 < len(list(out.glob("epoch-*"))) < epochs and load_file(out / "epoch-0.safetensors")
+    shutil.rmtree(data.root / "cache")
+    with monkeypatch.context() as patch:
+        patch.delenv("LOFT_DATA")
+        child = launch([*LAUNCH, str(PROJECT / "train.py"), *flags, "--resume_from_checkpoint", "latest"])
+    assert child.wait(600) == 0, log(data, 1)
     assert (data.root / "cache" / "encodings").is_dir()
+    assert steps(out)[-1] == 6 * epochs and {path.name for path in out.glob("epoch-*")} == {f"epoch-{n}.safetensors" for n in range(epochs)}
+    whole = data.root / "models" / "train" / "whole"
+    assert run_training.as_typed([*flags, "--output_path", str(whole)]) == 0
+    last = f"epoch-{epochs - 1}.safetensors"
+    one, two = load_file(out / last), load_file(whole / last)
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    dit = load_part(identify_model(tiny_qwen, FAMILIES).parts["dit"], dtype=torch.float32)
+    receipt = lora.load(dit, out / last)  # as the pipeline takes it
+    assert receipt.layers_applied == receipt.layers_found > 0 and not receipt.unused
 
 
 WHOLE = ("--trainable_models", "dit,text_encoder", "--customized_optimizer", "muon")
