@@ -150,7 +150,7 @@ def _step(terms: Terms, layout: Layout, kept: PartLayout, rungs, lossy: int, bes
     numel, grads = work.trained_numel, _gradient_bytes(work)
     here = fixed.on_cpu or not layout.states_in_ram  # on a CPU the optimizer's RAM is where all else is
     state = int(layout.state_bytes * (numel - work.idle_numel)) + (4 * numel if layout.states_in_ram else 0) if here else 0
-    key = ("step", layout.checkpointed, layout.checkpoints_in_ram, layout.states_in_ram)
+    key = ("step", layout.checkpointed, layout.checkpoints_in_ram, layout.states_in_ram, work.idle_numel)
     working, checkpoints, moments = terms.once(key, lambda: _working(terms, layout))
     whole = part.numel * 4 if work.targets == "full" and part.name in work.trained else None
     trained = (0 if whole else 4 * numel) + state

@@ -80,7 +80,7 @@ def test_a_run_keeps_the_plan_s_blocks_and_takes_what_was_predicted(started):
     config = from_values(TrainingConfig, {"max_pixels": SIDE**2, "lora_rank": 4, "mixed_precision": "no"})
     card = replace(memory.probe(CPU), dtypes=("float32",), total_bytes=2**40, free_bytes=2**40, used_by_others_bytes=0, reserve_bytes=0)
     three = from_values(TrainingConfig, {"offload_models": "dit", "resident_blocks": 3}, base=config)
-    room = step_of(plan(sizes, card, three)).peak_high_bytes
+    room = plan(sizes, card, three).peak_high_bytes
     found = plan(sizes, replace(card, total_bytes=room, free_bytes=room), config)
     assert found.verdict == "green" and len(found.resident_blocks["dit"]) == 3
     assert (found.settings["offload_models"], found.settings["resident_blocks"]) == ("dit", 3)
