@@ -188,8 +188,10 @@ def test_ended_at_once_by_us_it_is_stopped_not_died(small):
     folder, start = small
     process = start(10_000)
     wait_for(lambda: runs.read(folder).step > 2)
+    psutil.Process(process.pid).suspend()  # it writes at any moment
     (folder / "events.jsonl").rename(folder / "kept.jsonl")  # so that it cannot say that it has stopped
     (folder / "events.jsonl").mkdir()
+    psutil.Process(process.pid).resume()
     assert runs.kill(folder, grace_seconds=0)
     assert not processes.alive(process)
     (folder / "events.jsonl").rmdir()
