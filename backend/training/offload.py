@@ -102,6 +102,7 @@ class Kept:
 class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, checkpoints: Checkpoints, run: Callable, anchor: torch.Tensor, *tensors: torch.Tensor):
+        ctx.set_materialize_grads(False)  # an output that nobody uses has no gradient, not one of zeros
         ctx.checkpoints, ctx.run = checkpoints, run
         ctx.kept = checkpoints.keep(tensors)
         ctx.casting = [(kind, _casting(kind)) for kind in {"cpu", *(tensor.device.type for tensor in tensors)}]
