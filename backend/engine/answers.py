@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -11,7 +12,9 @@ from pathlib import Path
 from backend.engine import trace
 
 CPU_NUMEL = 10**9  # parameters of a network that somebody may train on a CPU
+USUAL = 3  # forms of the usual LoRA: everything kept, checkpointed, and its samples
 MANY_BLOCKS = 60  # where a configuration leaves its depth to the class
+
 
 def serve(folder: Path, *, idle_seconds: float = 600.0) -> None:
     """Answers each `NAME.ask` ({"network", "config"}) in `folder` by a `NAME.json` beside it, for as long as questions come.
@@ -35,17 +38,21 @@ def serve(folder: Path, *, idle_seconds: float = 600.0) -> None:
 
 
 def _tables(network: str, config: dict, facts: dict) -> Iterator[dict]:
-    """One table after the other, each with more in it: what a picture needs, training on a card, which takes several times as long, and
-    on a CPU, of networks that anybody would train there."""
-    yield trace.table(network, config, facts=facts, like={"forms": {}})
-    known = facts[network.rpartition(":")[2]]
+    """One table after the other, each with more in it: what a picture needs; of networks that anybody would train on a CPU, the usual LoRA
+    there; training on a card, which takes several times as long; and the rest."""
+    found, known = trace.table(network, config, facts=facts, like={"forms": {}}), facts[network.rpartition(":")[2]]
+    yield found
     if "lora" not in known:
         return
+    small = "plain_tokens" in known and _numel(found, config) <= CPU_NUMEL
+    others, more = trace.cpu_tables(network, config, known, dtypes=("bfloat16",)) if small else iter(()), {}
+    for forms in itertools.islice(others, USUAL):
+        more = {"cpu": forms}
+        yield {**found, **more}
     found = trace.table(network, config, facts=facts)
-    yield found
-    if "plain_tokens" in known and _numel(found, config) <= CPU_NUMEL:
-        for forms in trace.cpu_tables(network, config, known, dtypes=("bfloat16",)):
-            yield {**found, "cpu": forms}
+    yield {**found, **more}
+    for forms in others:
+        yield {**found, "cpu": forms}
 
 
 def _numel(table: dict, config: dict) -> int:
