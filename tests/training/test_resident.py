@@ -65,7 +65,7 @@ def started(loaded, data, tmp_path: Path):
         config = from_values(TrainingConfig, said, base=config)
         out = tmp_path / "run"
         out.mkdir()
-        return set_up(config, out, out, Accelerator(cpu=True, mixed_precision="no"), Reporter(out, silent=True), index=tmp_path / "index.json")
+        return set_up(config, out, out, Accelerator(cpu=True, mixed_precision="bf16"), Reporter(out, silent=True), index=tmp_path / "index.json")
 
     yield start
     torch.set_num_threads(threads)
@@ -77,8 +77,8 @@ def test_a_run_keeps_the_plan_s_blocks_and_takes_what_was_predicted(started):
     from backend.training.loop import one_step
 
     sizes = sizes_of(identify_model(ASSETS / "starter", FAMILIES))
-    config = from_values(TrainingConfig, {"max_pixels": SIDE**2, "lora_rank": 4, "mixed_precision": "no"})
-    card = replace(memory.probe(CPU), dtypes=("float32",), total_bytes=2**40, free_bytes=2**40, used_by_others_bytes=0, reserve_bytes=0)
+    config = from_values(TrainingConfig, {"max_pixels": SIDE**2, "lora_rank": 4})
+    card = replace(memory.probe(CPU), dtypes=("bfloat16", "float32"), total_bytes=2**40, free_bytes=2**40, used_by_others_bytes=0, reserve_bytes=0)
     three = from_values(TrainingConfig, {"offload_models": "dit", "resident_blocks": 3}, base=config)
     room = plan(sizes, card, three).peak_high_bytes
     found = plan(sizes, replace(card, total_bytes=room, free_bytes=room), config)
@@ -104,7 +104,7 @@ def test_a_run_keeps_the_plan_s_blocks_and_takes_what_was_predicted(started):
     assert placed.moved_bytes - before == 2 * (len(fetched) - 2) * fetched[0].raw.nbytes
     offload.turn_on(dit, offload=False)
     less = plan(sizes, card, from_values(TrainingConfig, {"use_gradient_checkpointing": True}, base=three))
-    assert measured() + states == pytest.approx(step_of(less).live_bytes, rel=0.02)
+    assert measured() + states == pytest.approx(step_of(less).live_bytes, rel=0.03)
 
 
 def step_of(found):
