@@ -32,6 +32,7 @@ PHASE_WORDS = {
 }
 MOST_SAMPLE_ROWS = 12
 MOST_RUNS = 100
+EARLY, FEW_STEPS = 5, 100  # the curve's axis ends at most so many times as far as the run is, and not before so many steps
 
 
 def choose(runs: Sequence[Run], wish: str) -> Run | None:
@@ -132,8 +133,13 @@ def loss_curve(run: Run | None, series: LossSeries) -> str:
         step, loss = series.validation[-1]
         said += f" Dots: on pictures that are not trained on, {loss:.4g} at step {step}."
     marks = [(float(step), loss) for step, loss in series.validation]
-    drawn = curve(points, mean=mean, marks=marks, name="loss", said=said.strip(), x_end=run.total_steps)
+    drawn = curve(points, mean=mean, marks=marks, name="loss", said=said.strip(), x_end=_axis_end(run))
     return f'<h3 class="section">Loss</h3>{drawn}'
+
+
+def _axis_end(run: Run) -> int:
+    """The last step of the run; early in a long one, less far, so that there is something to see."""
+    return min(run.total_steps, max(EARLY * run.step, FEW_STEPS))
 
 
 def samples(studio: Studio, run: Run | None) -> str:

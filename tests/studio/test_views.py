@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from backend.host.engine import EngineSnapshot, Job
+from backend.host.journal import LossSeries
 from backend.host.queue import Waiting
 from backend.host.run import Phase, Run, loss_series, read
 from backend.host.snapshot import Answer
@@ -143,6 +144,12 @@ def test_the_head_and_the_curve_of_a_run_tell_one_loss(tmp_path):
     head, curve = text(run_view.head(run, now=0.0)), text(run_view.loss_curve(run, series))
     assert f"{mean:.4g}" in head and f"Loss {mean:.4g} at step 480, the mean of the last 40 steps." in curve
     assert "0.25 at step 480" in curve and 'title="Mean of the last 40 steps' in run_view.head(run, now=0.0)
+
+
+def test_the_curve_of_a_long_run_begins_where_it_can_be_seen():
+    series = LossSeries((1, 2), (1.0, 0.5), (1.0, 0.75))
+    for step, total, end in ((2, 100_000, 100), (400, 100_000, 2000), (400, 500, 500)):
+        assert f">{end} steps<" in run_view.loss_curve(replace(RUN, step=step, total_steps=total), series)
 
 
 def test_numbers_are_said_as_people_say_them():
