@@ -33,7 +33,7 @@ def test_the_plan_follows_each_keystroke(painted, kept_page):
     load, cores = os.getloadavg()[0], os.cpu_count()
     print(f"\nfrom a keystroke to the changed headline, ms: median {statistics.median(took):.0f}, most {max(took):.0f}; load {load:.1f} on {cores} cores")
     assert min(took) > 0, took
-    assert statistics.median(took) < 500  # whatever else the machine does
+    assert statistics.median(took) < 1000  # whatever else the machine does
     if load < cores:
         assert max(took) < 150, took
 
