@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import logging
 import math
 import re
 import sys
@@ -124,9 +126,22 @@ def _model(name: str) -> ModelSpec | str:
         return importlib.import_module("backend.catalog.identify").identify_model(Path(name), families)
     if not download.is_id(name) and re.search(r"[/\\]|\.(safetensors|gguf|sft|ckpt|pt|bin)$", name):
         raise ValueError(f"There is no file or folder {name}.")
-    if download.is_id(name) and not download.is_offline():
-        try:
-            return importlib.import_module("backend.catalog.remote").look(name, families)
-        except Trouble as trouble:
-            print(f"{trouble.message} What is published is taken.", file=sys.stderr)
-    return name
+    if not download.is_id(name):
+        return name
+    here = None
+    with contextlib.suppress(Trouble):  # it is not on this machine
+        here = download.find_model(name, folders=[Path(folder) for folder in download.preferences().model_folders])
+    if here is not None:
+        return importlib.import_module("backend.catalog.identify").identify_model(here, families)
+    return name if download.is_offline() else _far_away(name, families)
+
+
+def _far_away(name: str, families) -> ModelSpec | str:
+    logging.disable(logging.WARNING)  # a hub's library would write a line for each time that it tries again
+    try:
+        return importlib.import_module("backend.catalog.remote").look(name, families)
+    except Trouble as trouble:
+        print(f"{trouble.message.partition(':')[0].rstrip('.')}. What is published is taken.", file=sys.stderr)
+        return name
+    finally:
+        logging.disable(logging.NOTSET)

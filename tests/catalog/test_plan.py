@@ -329,6 +329,7 @@ def test_what_is_no_model_is_one_sentence(model, words, capsys):
 def test_a_part_alone_and_a_module_outside_the_blocks_are_planned(capsys):
     main([str(ASSETS / "starter" / "transformer" / "diffusion_pytorch_model.safetensors"), "--cards", "8"])
     main(["Qwen-Image", "--cards", "80", "--train", "--lora_target_modules", "img_in,to_q", "--lora_rank", "4"])
-    assert capsys.readouterr().out.count("\n") == 2
+    main(["loft/starter", "--cards", "8"])  # an id that is on this machine
+    assert capsys.readouterr().out.count("\n") == 3
     with_outside, without = (lora_size(sizes_of("Qwen-Image").parts["dit"], names, 4)[1] for names in ("img_in,to_q", "to_q"))
     assert with_outside - without == 4 * (64 + 3072)
