@@ -144,7 +144,7 @@ def _taken(own: Layout, layout: Layout) -> tuple[str, ...]:
 
 
 def _step(terms: Terms, layout: Layout, kept: PartLayout, rungs, lossy: int, beside) -> Option:
-    if layout.checkpoints_in_ram or kept.mode == "streamed":  # their backward passes give zeros to what nothing reads
+    if kept.mode == "streamed":  # its backward pass gives zeros to what nothing reads
         terms = replace(terms, work=replace(terms.work, idle_numel=0))
     part, work, fixed = terms.denoisers[0], terms.work, terms.fixed
     numel, grads = work.trained_numel, _gradient_bytes(work)
