@@ -13,6 +13,7 @@ from pathlib import Path
 from PIL import Image
 
 from backend.catalog.beside import read_object
+from backend.catalog.photo import shown_size
 from backend.schema.messages import Trouble
 
 REFERENCE_PIXELS = 1024 * 1024  # a picture's area, as the VAE reads it
@@ -28,7 +29,7 @@ def size_within(picture: tuple[int, int], pixels: int) -> tuple[int, int]:
         raise Trouble("bad_picture", f"A picture of {width} x {height} pixels is too narrow to be edited.", hint="Cut it first.")
     ratio = width / height
     wide = math.sqrt(pixels * ratio)
-    return round(wide / 32) * 32, round(wide / ratio / 32) * 32
+    return max(1, round(wide / 32)) * 32, max(1, round(wide / ratio / 32)) * 32
 
 
 def edited_size(pictures: list[tuple[int, int]], variant: str, pixels: int = REFERENCE_PIXELS) -> tuple[int, int]:
@@ -79,8 +80,7 @@ def _stamp(path: str) -> int:
 def _size(path: str, stamp: int) -> tuple[int, int]:
     try:
         with Image.open(path) as picture:
-            turned = picture.getexif().get(274, 1) >= 5  # of EXIF's orientations, those that lie on a side
-            size = picture.size[::-1] if turned else picture.size
+            size = shown_size(picture)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return (1, 1)
     return size if max(size) <= MOST_SLENDER * min(size) else (1, 1)

@@ -43,7 +43,10 @@ def pictures_of(given: Image.Image | str | Path | Sequence[Image.Image | str | P
 
 def _picture_of(given: object) -> Image.Image:
     if isinstance(given, Image.Image):
-        return pictures.on_white(given)
+        try:
+            return pictures.on_white(given)
+        except (OSError, ValueError) as error:  # its file was closed, or is cut off
+            raise Trouble("bad_picture", f"A picture that was given cannot be read: {str(error).rstrip('.')}.") from None
     if isinstance(given, str | Path):
         return pictures.open_picture(given)
     raise Trouble("bad_value", f"{given!r:.80} is no picture.", hint="Give a PIL picture or a file's path.")

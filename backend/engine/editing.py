@@ -19,11 +19,14 @@ __all__ = ["check", "check_request", "digest", "edits", "opened"]
 
 def check_request(spec: ModelSpec, family: ModuleType, request: GenerationRequest, *, draws: bool) -> None:
     """Before a model is loaded, raises Trouble for pictures that it cannot take, and, where the request `draws` next, for none, and for
-    files that are not there."""
+    files that are not there or no pictures."""
     check(spec, family, len(request.edit_images), must=draws)
-    for path in (*request.edit_images, request.input_image) if draws else ():
-        if path and not Path(path).is_file():
-            pictures.open_picture(path)
+    if not draws:
+        return
+    for path in request.edit_images:
+        family.edited_size([pictures.open_picture(path).size], spec.variant)  # refuses a strip
+    if request.input_image:
+        pictures.open_picture(request.input_image)
 
 
 def opened(paths: Sequence[str | Path]) -> tuple[Image.Image, ...]:

@@ -8,6 +8,7 @@ import numpy
 import torch
 from PIL import Image, ImageOps
 
+from backend.catalog.photo import in_rgb, on_white
 from backend.schema.messages import Trouble
 
 MOST_PIXELS = 2**27  # 134 million: an honest photograph has fewer; a bomb has more
@@ -21,19 +22,14 @@ def open_picture(path: str | Path) -> Image.Image:
                 raise Trouble(
                     "bad_picture", f"{Path(path).name} has {picture.width} x {picture.height} pixels, too many."
                 )
-            return on_white(ImageOps.exif_transpose(picture))
+            return in_rgb(picture)
+    except (Trouble, MemoryError):
+        raise
     except FileNotFoundError:
         raise Trouble("missing_file", f"There is no picture {path}.", hint="Choose it again.") from None
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise Trouble("bad_picture", f"{Path(path).name} is not a picture that can be read: {error}.") from None
-
-
-def on_white(picture: Image.Image) -> Image.Image:
-    """In RGB; what is see-through shows white, as on the page, and not the colour that happens to lie beneath."""
-    if not picture.has_transparency_data:
-        return picture.convert("RGB")
-    picture = picture.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture).convert("RGB")
+    except Exception as error:  # decoders raise what they like
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error).rstrip(".")
+        raise Trouble("bad_picture", f"{Path(path).name} is not a picture that can be read: {why}.") from None
 
 
 def to_pixels(picture: Image.Image, width: int, height: int) -> torch.Tensor:

@@ -29,7 +29,7 @@ def free_path(folder: Path, seed: int) -> Path:
 def save_png(picture: Image.Image, path: Path, settings: dict) -> None:
     """Writes `picture` with `settings` as JSON in its text chunk. Raises Trouble("cannot_write")."""
     chunk = PngImagePlugin.PngInfo()
-    chunk.add_itxt(CHUNK, json.dumps(_seeds_as_text(settings), ensure_ascii=False))
+    chunk.add_itxt(CHUNK, _as_json(settings))
     temporary = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,6 +68,15 @@ class Previews:
         except OSError:
             return None
         return path
+
+
+def _as_json(settings: dict) -> str:
+    text = json.dumps(_seeds_as_text(settings), ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a character, in a file's name that is not UTF-8 or a prompt that was cut inside one
+        return json.dumps(_seeds_as_text(settings))
+    return text
 
 
 def _seeds_as_text(values):

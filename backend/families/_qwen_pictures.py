@@ -11,6 +11,7 @@ from pathlib import Path
 
 from backend.catalog.beside import processor_settings
 from backend.catalog.edited import REFERENCE_PIXELS, SEEN_PIXELS, reference_pixels, seen_pixels, size_within
+from backend.catalog.photo import on_white
 from backend.schema.messages import Trouble
 
 IMAGE_TOKEN = "<|image_pad|>"
@@ -92,7 +93,7 @@ def positions_of(is_picture: list[bool], grids, merge: int):
 def _resized(picture, pixels: int):
     from PIL import Image
 
-    return picture.convert("RGB").resize(size_within(picture.size, pixels), Image.Resampling.LANCZOS)
+    return on_white(picture).resize(size_within(picture.size, pixels), Image.Resampling.LANCZOS)
 
 
 def _values(picture):

@@ -49,13 +49,18 @@ def encode_text(parts: dict, prompts: list[str], *, device=None, pictures=None) 
     if pictures is not None and any(pictures):
         return _encode_with_pictures(parts, prompts, [tuple(some or ()) for some in pictures], device)
     limit = MAX_TOKENS + _PREFIX_TOKENS
-    rows = [tokenizer(_TEMPLATE.format(prompt), truncation=True, max_length=limit)["input_ids"] for prompt in prompts]
+    rows = [_tokens(tokenizer, _TEMPLATE.format(prompt), limit) for prompt in prompts]
     ids, mask = _side_by_side(rows, device)
     if len(rows) > 1 and torch.is_grad_enabled():
         states = _states_after_shared_start(encoder, ids, mask)
     else:
         states = encoder(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[:, _PREFIX_TOKENS:]
     return [{"embeds": states[i, : len(row) - _PREFIX_TOKENS]} for i, row in enumerate(rows)]
+
+
+def _tokens(tokenizer, text: str, limit: int) -> list[int]:
+    text = text.encode("utf-8", "replace").decode()  # half of an emoji that was cut in two is no text to the tokenizer
+    return tokenizer(text, truncation=True, max_length=limit)["input_ids"]
 
 
 def most_tokens(parts: dict, pictures=()) -> tuple[int, int]:
@@ -145,7 +150,7 @@ def _edit_row(parts: dict, prompt: str, grids: list, merge: int) -> tuple[list[i
         raise Trouble("bad_value", sentence, hint="Speak of “Picture 1” instead.")
     if not grids:
         limit = MAX_TOKENS + _PREFIX_TOKENS
-        return tokenizer(_TEMPLATE.format(prompt), truncation=True, max_length=limit)["input_ids"], _PREFIX_TOKENS
+        return _tokens(tokenizer, _TEMPLATE.format(prompt), limit), _PREFIX_TOKENS
     if len(grids) > 1 and not processor.plus:
         raise Trouble(
             "bad_value",
@@ -158,4 +163,4 @@ def _edit_row(parts: dict, prompt: str, grids: list, merge: int) -> tuple[list[i
         shown = [f"Picture {number}: {picture}" for number, picture in enumerate(shown, 1)]
     limit = _EDIT_PREFIX_TOKENS + sum(counts) + MAX_EDIT_TOKENS
     text = _EDIT_TEMPLATE.format("".join(shown) + prompt)
-    return tokenizer(text, truncation=True, max_length=limit)["input_ids"], _EDIT_PREFIX_TOKENS
+    return _tokens(tokenizer, text, limit), _EDIT_PREFIX_TOKENS

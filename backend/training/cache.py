@@ -17,6 +17,7 @@ from PIL import Image
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
+from backend.catalog.photo import in_rgb, upright
 from backend.engine.pictures import to_pixels
 from backend.schema.messages import Trouble
 from backend.training.crops import Box, cut
@@ -127,15 +128,10 @@ def open_pixels(item: Item, size: tuple[int, int], *, flip: bool = False, box: B
 
     Raises Trouble by its name.
     """
-    from PIL import ImageOps
-
     height, width = size
     try:
         with Image.open(item.path) as stored:
-            picture = ImageOps.exif_transpose(stored)
-            if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
-                picture = _on_white(picture.convert("RGBA"))
-            picture = picture.convert("RGB")
+            picture = in_rgb(stored)
     except Exception as error:  # decoders raise what they like
         raise Trouble(
             "broken_picture", f"The picture {item.path} cannot be read ({error}).",
@@ -149,22 +145,15 @@ def _cut_out(picture: Image.Image, size: tuple[int, int], box: Box | None) -> Im
     return picture if box is None else picture.resize((size[1], size[0]), Image.Resampling.LANCZOS, box=box)
 
 
-def _on_white(picture: Image.Image) -> Image.Image:
-    ground = Image.new("RGBA", picture.size, (255, 255, 255, 255))
-    return Image.alpha_composite(ground, picture)
-
-
 def read_mask(
     item: Item, size: tuple[int, int], cells: tuple[int, int], *, kind: str, flip: bool, box: Box | None = None
 ) -> torch.Tensor:
     """(1, h, w) in [0, 1] at the latents' resolution `cells`; all ones where a picture has no mask."""
-    from PIL import ImageOps
-
     path = item.mask if kind == "file" else item.path
     if path is None or item.prior:
         return torch.ones(1, *cells)
     with Image.open(path) as stored:
-        picture = ImageOps.exif_transpose(stored)
+        picture = upright(stored)
         if kind == "alpha":
             picture = picture.convert("RGBA").getchannel("A")
         picture = _cut_out(_like(picture.convert("L"), item), size, box)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
 
+from backend.catalog.photo import shown_size
 from backend.catalog.text import read_text
 from backend.schema.messages import Trouble
 from backend.training.captions import with_trigger
@@ -262,11 +263,11 @@ def _measure(path: Path) -> list | OSError:
     try:
         status, data = path.stat(), path.read_bytes()
         with Image.open(io.BytesIO(data)) as picture:
-            width, height = picture.size
-            if picture.getexif().get(0x0112, 1) >= 5:  # stored on its side
-                width, height = height, width
+            width, height = shown_size(picture)
     except OSError as error:
         return error
+    except (ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        return OSError(str(error))
     return [status.st_size, status.st_mtime_ns, width, height, hashlib.sha256(data).hexdigest()]
 
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
+from backend.catalog.edited import edited_size, sizes_of_files
 from backend.engine import pictures, png
 from backend.schema.messages import Trouble
+from backend.training.dataset import measure
 
 pytestmark = pytest.mark.torch
 
@@ -48,6 +50,36 @@ def test_a_photograph_is_turned_upright(tmp_path):
     exif[0x0112] = 6
     Image.new("RGB", (40, 20)).save(tmp_path / "x.jpg", exif=exif)
     assert pictures.open_picture(tmp_path / "x.jpg").size == (20, 40)
+
+
+def test_sixteen_bits_of_grey_keep_their_shades(tmp_path):
+    shades = numpy.linspace(0, 65535, 256).reshape(16, 16).round()
+    for name, kind in (("x.png", numpy.uint16), ("x.tif", numpy.uint16), ("y.tif", numpy.int32)):
+        Image.fromarray(shades.astype(kind)).save(tmp_path / name)
+        found = numpy.asarray(pictures.open_picture(tmp_path / name))
+        assert (found == numpy.arange(256).reshape(16, 16, 1)).all()
+    Image.fromarray(shades.astype(numpy.float32)).save(tmp_path / "z.tif")
+    with pytest.raises(Trouble, match=r"z\.tif is not .* floating-point numbers"):
+        pictures.open_picture(tmp_path / "z.tif")
+
+
+def test_broken_exif_leaves_a_picture_as_it_lies_and_every_reader_agrees(tmp_path):
+    upside = Image.Exif()
+    upside[0x0112] = 99
+    for name, exif in (("x.png", b"Exif\0\0garbage"), ("x.jpg", b"Exif\0\0II*\0\xff\xff\xff\x7f"), ("y.jpg", upside)):
+        Image.new("RGB", (40, 20)).save(tmp_path / name, exif=exif)
+        assert pictures.open_picture(tmp_path / name).size == (40, 20) == sizes_of_files((str(tmp_path / name),))[0]
+        assert (measure([tmp_path / name])[0].width, measure([tmp_path / name])[0].height) == (40, 20)
+
+
+def test_no_side_of_a_slender_picture_is_lost():
+    assert edited_size([(100, 1)], "edit", 64 * 64) == (640, 32) and edited_size([(1, 100)], "edit", 64 * 64) == (32, 640)
+
+
+def test_half_a_character_does_not_lose_a_picture(tmp_path):
+    png.save_png(Image.new("RGB", (2, 2)), tmp_path / "x.png", {"prompt": "\ud83d图"})
+    with Image.open(tmp_path / "x.png") as stored:
+        assert json.loads(stored.info[png.CHUNK])["prompt"] == "\ud83d图"
 
 
 @pytest.mark.parametrize("data", [b"", b"not a picture", b"\x89PNG\r\n\x1a\n" + b"\x00" * 50, None])
