@@ -8,6 +8,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from backend.catalog.photo import in_rgb
 from backend.schema.messages import Trouble
 from studio.captions import Captioned, metadata_file, samples_in
 from studio.words import count_words, notice, safe
@@ -96,10 +97,10 @@ def thumb_data(path: Path) -> str:
     try:
         with Image.open(path) as picture:
             picture.draft("RGB", (THUMB_PIXELS * 2, THUMB_PIXELS * 2))
-            small = picture.convert("RGB")
+            small = in_rgb(picture)
         small.thumbnail((THUMB_PIXELS, THUMB_PIXELS))
         buffer = io.BytesIO()
         small.save(buffer, "WEBP", quality=80)
         return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
-    except (OSError, ValueError, SyntaxError):
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return GREY

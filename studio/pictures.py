@@ -11,6 +11,7 @@ from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
 
+from backend.catalog.photo import in_rgb
 from backend.schema.messages import Trouble
 from backend.schema.places import Places
 
@@ -70,7 +71,7 @@ def read_settings(path: Path) -> Settings:
     try:
         with Image.open(path) as picture:
             text = picture.info.get(CHUNK)
-    except (OSError, UnidentifiedImageError, ValueError, SyntaxError):
+    except (OSError, UnidentifiedImageError, ValueError, SyntaxError, Image.DecompressionBombError):
         raise Trouble("damaged", f"{path.name} is not a picture that can be read.") from None
     if not isinstance(text, str):
         raise Trouble(
@@ -79,11 +80,16 @@ def read_settings(path: Path) -> Settings:
             hint="Only PNG files made here carry them; programs that re-save a picture often drop them.",
         )
     try:
-        values = json.loads(text)
-        request = dict(values["request"])
-    except (ValueError, KeyError, TypeError):
+        return _settings_of(json.loads(text))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise Trouble("bad_file", f"The settings inside {path.name} cannot be read.") from None
-    seed = values.get("seed")
+
+
+def _settings_of(values: dict) -> Settings:
+    """The settings in what a file says. Raises one of many errors where that is something else: it may come from a stranger."""
+    request, seed = dict(values["request"]), values.get("seed")
+    request["loras"] = [{"path": str(use["path"]), "strength": float(use.get("strength", 1.0))} for use in request.get("loras") or ()]
+    request["edit_images"] = [str(path) for path in request.get("edit_images") or ()]
     return Settings(
         request=request,
         seed=seed if isinstance(seed, int) else _as_int(seed),
@@ -97,7 +103,7 @@ def read_settings(path: Path) -> Settings:
 
 def _as_int(value: object) -> int | None:
     # Seeds above 2**53 travel as text, so that no program rounds them.
-    return int(value) if isinstance(value, str) and value.isdigit() else None
+    return int(value) if isinstance(value, str) and value.isdecimal() else None
 
 
 def thumbnail(path: Path, cache: Path, *, pixels: int = THUMB_PIXELS) -> Path:
@@ -113,13 +119,13 @@ def thumbnail(path: Path, cache: Path, *, pixels: int = THUMB_PIXELS) -> Path:
     try:
         thumb.parent.mkdir(parents=True, exist_ok=True)
         with Image.open(path) as picture:
-            small = picture.convert("RGB")
+            small = in_rgb(picture)
         small.thumbnail((pixels, pixels), Image.Resampling.LANCZOS)
         handle, draft = tempfile.mkstemp(dir=thumb.parent, suffix=".part")
         with os.fdopen(handle, "wb") as file:
             small.save(file, "WEBP", quality=86)
         Path(draft).replace(thumb)
-    except (OSError, ValueError, SyntaxError):
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return path
     return thumb
 
@@ -132,7 +138,10 @@ def is_inside(path: Path, folders: tuple[Path, ...]) -> bool:
 
 def is_ours(path: Path | str, places: Places) -> bool:
     """Whether a picture is here, among those that were made here or given to the form. Others are not opened because a file names them."""
-    return is_inside(Path(path), (places.user / "inputs", places.outputs)) and Path(path).is_file()
+    try:
+        return is_inside(Path(path), (places.user / "inputs", places.outputs)) and Path(path).is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
 
 
 def to_trash(path: Path, places: Places) -> Path:

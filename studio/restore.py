@@ -42,7 +42,7 @@ def restore(settings: Settings, *, models: Sequence[str], loras: Sequence[Path],
         missing.append(f"Of the pictures it edited, {', '.join(gone)} {'is' if len(gone) == 1 else 'are'} not here.")
     values["edit_images"] = [path for path in edited if is_ours(path, places)]
     model = str(values.get("model", ""))
-    if model and model not in models and not Path(model).exists():
+    if model and model not in models and not _is_there(model):
         missing.append(f"The model {model} is not here.")
     found: list[LoraUse] = []
     hashes = {str(receipt.get("path", "")): str(receipt.get("hash", "")) for receipt in settings.loras}
@@ -56,11 +56,18 @@ def restore(settings: Settings, *, models: Sequence[str], loras: Sequence[Path],
     return Restored(config_from(GenerationRequest, values | {"count": 1}), tuple(found), tuple(missing))
 
 
+def _is_there(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
 def find_lora(path: str, wanted: str, loras: Sequence[Path], places: Places) -> tuple[Path | None, str]:
     """The file that was used: by content where its hash is known, else by path. With a sentence where it is not the same."""
     name = Path(path).name
     if not wanted:
-        here = Path(path) if Path(path).is_file() else next((file for file in loras if file.name == name), None)
+        here = Path(path) if _is_there(path) else next((file for file in loras if file.name == name), None)
         return (here, "") if here else (None, f"The LoRA {name} is not here.")
     known = read_values(places.cache / "hashes.json")
     # The likeliest first: the same path, the same name, then all others until the time is up.
@@ -75,7 +82,7 @@ def find_lora(path: str, wanted: str, loras: Sequence[Path], places: Places) -> 
             result = (file, "")
             break
     write_values(places.cache / "hashes.json", known)
-    if result[0] is None and Path(path).is_file():
+    if result[0] is None and _is_there(path):
         return None, f"The LoRA {name} has changed since: its content is not what made this picture."
     return result
 

@@ -50,7 +50,13 @@ def test_settings_come_back_with_large_seeds(tmp_path):
     assert found.request["prompt"] == "ein grüner Apfel 苹果" and found.seed == 2**53 - 1 and found.seconds == 1.5
 
 
-@pytest.mark.parametrize("settings", [None, "{", "[]", "{}", '{"request": 3}'])
+STRANGE = [
+    json.dumps({"request": {}, "seconds": "x"}), json.dumps({"request": {}, "notes": 3}), json.dumps({"request": {"edit_images": 5}}),
+    json.dumps({"request": {"loras": [1]}}), '{"request": {}, "measured_peak_bytes": Infinity}', json.dumps({"request": {}, "seed": "²", "loras": 1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [None, "{", "[]", "{}", '{"request": 3}', *STRANGE])
 def test_a_picture_without_usable_settings_is_a_sentence(tmp_path, settings):
     with pytest.raises(Trouble, match=r"a\.png"):
         pictures.read_settings(make_png(tmp_path / "a.png", settings))
@@ -72,6 +78,14 @@ def test_a_thumbnail_is_made_once_and_anew_when_the_picture_changes(tmp_path):
     assert pictures.thumbnail(path, tmp_path / "cache") == first and first.stat().st_mtime_ns == made
     os.utime(path, (5, 5))
     assert pictures.thumbnail(path, tmp_path / "cache") != first
+
+
+def test_a_thumbnail_is_upright_and_white_where_nothing_is(tmp_path):
+    held = Image.Exif()
+    held[0x0112] = 6
+    Image.new("RGBA", (40, 20), (0, 0, 0, 0)).save(tmp_path / "x.png", exif=held)
+    with Image.open(pictures.thumbnail(tmp_path / "x.png", tmp_path / "cache")) as small:
+        assert small.size == (20, 40) and small.convert("RGB").getpixel((5, 5)) == (255, 255, 255)
 
 
 def test_the_trash_keeps_both_of_two_files_with_one_name(data):
@@ -113,6 +127,11 @@ def test_a_lora_that_moved_is_found_by_its_content(data, tmp_path):
     receipt = {"path": "/gone/cat.safetensors", "hash": content_hash(moved, {})}
     back = restored(data, {"loras": [use]}, receipts=[receipt], loras=[stranger, moved])
     assert back.loras == (LoraUse(str(moved), 0.7),) and back.missing == ()
+
+
+def test_names_that_no_file_can_have_are_missing(data):
+    back = restored(data, {"model": "m" * 300, "edit_images": ["x" * 300, "a\0b"], "loras": [{"path": "y" * 300}]})
+    assert len(back.missing) == 3 and back.request.edit_images == ()
 
 
 def test_what_is_missing_is_named(data, tmp_path):
