@@ -144,8 +144,6 @@ def _taken(own: Layout, layout: Layout) -> tuple[str, ...]:
 
 
 def _step(terms: Terms, layout: Layout, kept: PartLayout, rungs, lossy: int, beside) -> Option:
-    if kept.mode == "streamed":  # its backward pass gives zeros to what nothing reads
-        terms = replace(terms, work=replace(terms.work, idle_numel=0))
     part, work, fixed = terms.denoisers[0], terms.work, terms.fixed
     numel, grads = work.trained_numel, _gradient_bytes(work)
     here = fixed.on_cpu or not layout.states_in_ram  # on a CPU the optimizer's RAM is where all else is

@@ -4,7 +4,7 @@ A block's (or, cast from FP8, a layer's) weights lie in a buffer that the next o
 other numbers) nor keep it alive. Three things make that true for any module, whatever it is built from:
 
 * what autograd saves inside the module and what lies in such a buffer is kept as a *place* (buffer, offset, shape), not as memory;
-* an identity on the module's outputs fetches or casts its weights again before its backward begins;
+* an identity on each of the module's outputs fetches or casts its weights again before its backward begins;
 * an identity on its inputs lets them go when its backward is done.
 
 So an FP8 or streamed block costs a training step one more cast and one more transfer, and no memory. Works with `torch.utils.checkpoint` in both
@@ -81,7 +81,7 @@ class Pass:
         """Called before the module, its weights being held; answers the arguments to call it with."""
         self._addresses = {buffer.untyped_storage().data_ptr(): index for index, buffer in enumerate(self._buffers())}
         self._outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        args, kwargs = _with_identity(_Inputs, self, (args, kwargs))
+        args, kwargs = _watched(self, (args, kwargs))
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.__enter__()
         return args, kwargs
@@ -93,8 +93,9 @@ class Pass:
             self._hooks = self._outer = None
 
     def outputs(self, output):
-        """What the module answers, made to fetch the weights again when its gradient arrives."""
-        return _with_identity(_Outputs, self, output)
+        """What the module answers, made to fetch the weights again when a gradient arrives. Each tensor by itself: the backward pass then never
+        enters what leads only to one that nobody uses, as it would not without this."""
+        return _visit(output, lambda tensor: _Outputs.apply(self, tensor))
 
     def begin_backward(self) -> None:
         if not self.held:
@@ -142,6 +143,7 @@ class _Inputs(Function):
 
     @staticmethod
     def forward(ctx, owner: Pass, *tensors):
+        ctx.set_materialize_grads(False)  # an input that nothing reads has no gradient, not one of zeros
         ctx.owner = owner
         return tuple(tensor.detach() for tensor in tensors)
 
@@ -152,26 +154,26 @@ class _Inputs(Function):
 
 
 class _Outputs(Function):
-    """The tensors themselves; in the backward pass the module is about to begin."""
+    """A tensor itself; in the backward pass the module is about to begin."""
 
     @staticmethod
-    def forward(ctx, owner: Pass, *tensors):
+    def forward(ctx, owner: Pass, tensor: torch.Tensor):
         ctx.owner = owner
-        return tuple(tensor.detach() for tensor in tensors)
+        return tensor.detach()
 
     @staticmethod
-    def backward(ctx, *gradients):
+    def backward(ctx, gradient):
         ctx.owner.begin_backward()
-        return None, *gradients
+        return None, gradient
 
 
-def _with_identity(function: type[Function], owner: Pass, tree):
-    """`tree` with every tensor in it that needs a gradient passed through `function`, all at once."""
+def _watched(owner: Pass, tree):
+    """`tree` with every tensor in it that needs a gradient passed through `_Inputs`, all at once: the module is done when all have theirs."""
     found: list[torch.Tensor] = []
     _visit(tree, lambda tensor: found.append(tensor) or tensor)
     if not found:
         return tree
-    replaced = iter(function.apply(owner, *found))
+    replaced = iter(_Inputs.apply(owner, *found))
     return _visit(tree, lambda tensor: next(replaced))
 
 

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn
 
 from backend.engine import load, placement
+from backend.engine.held import Pass
 from backend.schema.vram import VramConfig
 from tests.engine.small import WIDTH, inputs
 
@@ -174,3 +175,17 @@ def test_what_a_block_began_from_goes_as_soon_as_its_backward_is_over(small, mod
     assert len(alive[-1]) == len(module.blocks) and not any(alive[-1][2:]), alive
     assert not any(ref() is not None for ref in began[1:])
     placed.close()
+
+
+def test_what_leads_only_to_an_output_that_nobody_uses_has_no_gradient():
+    told = []
+    way_back = Pass(lambda _: told.append("held"), lambda _: told.append("gone"), list)
+    text, picture = nn.Linear(4, 4), nn.Linear(4, 4)
+    one, other = (torch.ones(2, 4, requires_grad=True) for _ in range(2))
+    (a, b), _ = way_back.enter((one, other), {})
+    results = (text(a), picture(b))
+    way_back.leave()
+    way_back.outputs(results)[1].sum().backward()
+    assert told == ["held", "gone"]
+    assert picture.weight.grad is not None and text.weight.grad is None
+    assert other.grad is not None and one.grad is None
