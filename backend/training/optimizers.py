@@ -34,7 +34,7 @@ def make_optimizers(weights: dict[str, torch.nn.Parameter], section) -> list[tor
     `weights` are `part.parameter` names. A group is called by its part and remembers its full rate as `initial_lr` and its `schedule`.
     """
     name = section.customized_optimizer.strip()
-    arguments = _arguments(section.optimizer_args)
+    arguments = arguments_of(section.optimizer_args)
     rates = part_rates(section.learning_rates, section.learning_rate, {name.partition(".")[0] for name in weights})
     kinds = part_schedules(section.lr_schedulers, section.lr_scheduler, rates)
     if name.lower() == "muon":
@@ -43,14 +43,18 @@ def make_optimizers(weights: dict[str, torch.nn.Parameter], section) -> list[tor
         arguments.setdefault("adjust_lr_fn", "match_rms_adamw")
         made = [_make("torch.optim.Muon", blocks, rates, kinds, section.weight_decay, arguments)] if blocks else []
         return made + ([_make("torch.optim.AdamW", rest, rates, kinds, section.weight_decay, {})] if rest else [])
-    return [_make(_NAMED.get(name.lower(), name), weights, rates, kinds, section.weight_decay, arguments)]
+    return [_make(class_name(name), weights, rates, kinds, section.weight_decay, arguments)]
 
 
 def check_optimizer(section) -> None:
     """Raises Trouble for an optimizer that is none or is not installed, and for arguments that are no JSON: before anything is loaded."""
-    name = section.customized_optimizer.strip()
-    find_class(_NAMED.get(name.lower(), name))
-    _arguments(section.optimizer_args)
+    find_class(class_name(section.customized_optimizer))
+    arguments_of(section.optimizer_args)
+
+
+def class_name(name: str) -> str:
+    """The dotted name of the class that an optimizer's short or dotted name means."""
+    return _NAMED.get(name.strip().lower(), name.strip())
 
 
 def _is_block_matrix(name: str, weight: torch.Tensor) -> bool:
@@ -102,7 +106,8 @@ def find_class(dotted: str) -> type:
     return kind
 
 
-def _arguments(text: str | None) -> dict:
+def arguments_of(text: str | None) -> dict:
+    """Arguments in `--optimizer_args`. Raises Trouble for what is no JSON object."""
     if not text:
         return {}
     try:
@@ -179,7 +184,11 @@ class Mean:
 
     def __init__(self, weights: dict[str, torch.nn.Parameter], decay: float):
         self.decay, self.weights = decay, weights
-        self.values = {name: weight.detach().float().clone() for name, weight in weights.items()}
+        self.begin()
+
+    def begin(self) -> None:
+        """The mean is the weights as they are now."""
+        self.values = {name: weight.detach().float().clone() for name, weight in self.weights.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:

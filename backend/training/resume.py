@@ -10,6 +10,7 @@ from backend.schema.knobs import to_values
 from backend.schema.messages import Trouble
 from backend.training import shards
 from backend.training.checkpoint import list_states, load_state, set_random_state
+from backend.training.optimizers import arguments_of, class_name
 
 _FREE = frozenset(
     {"num_epochs", "max_steps", "resume_from_checkpoint", "save_steps", "keep_checkpoints", "keep_every", "name"}
@@ -53,20 +54,20 @@ def _take(run, state) -> None:
                 hint="Resume with the settings it was made with, or begin anew.",
             )  # fmt: skip
         shards.fill(weight, state.weights[name])
-    if len(state.optimizers) != len(run.optimizers):
+    if beyond := sorted(state.weights.keys() - run.weights.keys()):
         raise Trouble(
-            "bad_value", "The saved state was made with another optimizer.", hint="Use the same, or begin anew."
-        )
-    for optimizer, saved in zip(run.optimizers, state.optimizers, strict=True):
-        ours = [{name: group[name] for name in ("initial_lr", "schedule")} for group in optimizer.param_groups]
-        optimizer.load_state_dict(shards.spread_state(saved, optimizer))
-        for group, values in zip(optimizer.param_groups, ours, strict=True):
-            group.update(values)  # the settings rule, not the state
+            "bad_value", f"The saved state has {beyond[0]}, which does not train in this run: it was made with other settings.",
+            hint="Resume with the settings it was made with, or begin anew.",
+        )  # fmt: skip
+    if _same_optimizer(run, state):
+        _take_optimizers(run, state)
     if run.beside:
         run.beside.refresh()
     if run.mean and state.mean:
         for name, values in run.mean.values.items():
             shards.fill(values, state.mean[name])
+    elif run.mean:
+        run.mean.begin()
     if run.accelerator.scaler and state.scaler:
         run.accelerator.scaler.load_state_dict(state.scaler)
     rank = run.accelerator.process_index
@@ -74,10 +75,29 @@ def _take(run, state) -> None:
         set_random_state(state.random[rank])
 
 
+def _same_optimizer(run, state) -> bool:
+    """Whether the state's moments mean something to this run's optimizer."""
+    now = run.config.training.customized_optimizer
+    return class_name(state.facts.get("config", {}).get("customized_optimizer", now)) == class_name(now)
+
+
+def _take_optimizers(run, state) -> None:
+    """The moments of the state. What the settings say of a group (rate, schedule, decay, arguments) rules over what the state says."""
+    then = state.facts.get("config", {}).get("optimizer_args")
+    named = {"initial_lr", "schedule", "weight_decay", *arguments_of(then), *arguments_of(run.config.training.optimizer_args)}
+    for optimizer, saved in zip(run.optimizers, state.optimizers, strict=True):
+        ours = [{name: group[name] for name in named & group.keys()} for group in optimizer.param_groups]
+        optimizer.load_state_dict(shards.spread_state(saved, optimizer))
+        for group, values in zip(optimizer.param_groups, ours, strict=True):
+            group.update(values)
+
+
 def _receipt(run, state) -> dict[str, list[str]]:
     """What was restored and what was not, in words."""
-    restored, lacking = ["weights", "optimizer", "step"], []
-    (restored if run.mean is None or state.mean else lacking).append("running mean")
+    restored, lacking = ["weights", "step"], []
+    (restored if _same_optimizer(run, state) else lacking).append("optimizer")
+    if run.mean:
+        (restored if state.mean else lacking).append("running mean")
     (restored if len(state.random) >= run.accelerator.num_processes else lacking).append("random state")
     same = state.facts.get("processes") == run.accelerator.num_processes
     from backend.training.saving import facts
@@ -107,8 +127,7 @@ def _weights_only(run, path: Path) -> None:
         from backend.training.adapters import load_adapter
 
         load_adapter(run.adapter, run.weights, load_file(path))
-        if run.beside:
-            run.beside.refresh()
+        _begin_beside(run)
         return
     stored, prefix = load_file(path), run.config.output.remove_prefix_in_ckpt
     missing = []
@@ -124,5 +143,12 @@ def _weights_only(run, path: Path) -> None:
             "bad_value", f"{path.name} lacks {len(missing)} of the {len(run.weights)} weights that train, {missing[0]} for one.",
             hint="It belongs to another model, or trained other parts.",
         )  # fmt: skip
+    _begin_beside(run)
+
+
+def _begin_beside(run) -> None:
+    """What is kept beside the weights begins from them as they are now."""
     if run.beside:
         run.beside.refresh()
+    if run.mean:
+        run.mean.begin()

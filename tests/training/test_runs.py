@@ -113,6 +113,29 @@ def test_stopping_saves_and_going_on_ends_where_the_whole_does(run_training, eve
     assert [row.partition(",")[0] for row in rows] == ["step", "1", "2", "3", "4", "5", "6"]
 
 
+def test_what_was_set_otherwise_rules_over_the_state_and_is_said(run_training, events, tmp_path: Path):
+    def going_on(*flags) -> tuple[dict, dict, Path]:
+        """The receipt, the optimizer's state after the step that was made, and its folder."""
+        assert run_training(run, *flags, "--save_steps", 1, "--resume_from_checkpoint", "latest") == 0
+        resumed = [event for event in events(run) if event["event"] == "resumed"][-1]
+        state = run / "checkpoints" / f"step-{resumed['step'] + 1:06d}"
+        return resumed, torch.load(state / "optimizers.pt")["optimizers"][0], state
+
+    run = tmp_path / "run"
+    assert run_training(run, "--max_steps", 1, "--customized_optimizer", "torch.optim.Adam") == 0
+    flags = ("--customized_optimizer", "adam", "--weight_decay", 0.5, "--optimizer_args", '{"betas": [0.5, 0.6]}')
+    receipt, optimizer, _ = going_on("--max_steps", 2, *flags)
+    group = optimizer["param_groups"][0]
+    assert "optimizer" in receipt["restored"] and "weight_decay (was 0.01, is 0.5)" in receipt["not_restored"]
+    assert (group["weight_decay"], group["betas"], float(optimizer["state"][0]["step"])) == (0.5, (0.5, 0.6), 2)
+    receipt, optimizer, state = going_on("--max_steps", 3, "--customized_optimizer", "adafactor", "--ema_decay", 0.9)
+    assert {"optimizer", "running mean"} <= set(receipt["not_restored"]) and float(optimizer["state"][0]["step"]) == 1
+    weights, mean = (load_file(state / f"{name}.safetensors") for name in ("weights", "mean"))
+    begun = load_file(state.with_name("step-000002") / "weights.safetensors")
+    for name, weight in weights.items():  # the mean began from the weights that were gone on from
+        torch.testing.assert_close(mean[name], torch.lerp(begun[name], weight, 1 - 4 / 13))
+
+
 def test_a_run_folder_goes_on_by_itself_and_says_when_it_is_complete(
     run_training, events, tmp_path: Path, tiny_qwen, pictures, capsys
 ):
