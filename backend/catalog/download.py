@@ -70,8 +70,9 @@ def resolve(
 
 
 def find_model(name: str, *, folders: Iterable[Path] = (), here: Places | None = None) -> Path:
-    """The folder or file of the model called `name`: a path, or an id that is here already. Raises Trouble("missing_model")."""
-    if _ID.fullmatch(name):
+    """The folder or file of the model called `name`: where it lies in a models folder (an id that is here already, or a folder without
+    an owner), or a path. Raises Trouble("missing_model")."""
+    if _is_inner(name):
         for root in local_roots(name, folders=folders, here=here):
             if root.is_dir() or root.is_file():
                 return root
@@ -85,6 +86,12 @@ def find_model(name: str, *, folders: Iterable[Path] = (), here: Places | None =
         if _ID.fullmatch(name)
         else "Choose another model.",
     )
+
+
+def _is_inner(name: str) -> bool:
+    """Whether `name` says a place inside a folder, and neither the folder itself nor what lies outside."""
+    path = Path(name.strip())
+    return bool(path.parts) and not path.is_absolute() and not path.drive and ".." not in path.parts
 
 
 def local_roots(model_id: str, *, folders: Iterable[Path] = (), here: Places | None = None) -> list[Path]:
