@@ -157,7 +157,7 @@ def operations(part: PartSizes, point: dict, prefix: str = "operations") -> floa
 
 def phase(
     name: str, weights: dict[str, int], working: Working, fixed: Fixed, *,
-    staging: int = 0, adapter: int = 0, ram: int = 0, seconds: tuple[float, float] = (0.0, 0.0),
+    staging: int = 0, adapter: int = 0, ram: int = 0, seconds: tuple[float, float] = (0.0, 0.0), moments: dict[str, int] | None = None,
 ) -> PhasePlan:  # fmt: skip
     """The stacked bar of one phase."""
     live = sum(weights.values()) + staging + adapter + fixed.learnt_bytes
@@ -173,6 +173,7 @@ def phase(
         peak_high_bytes=max(0, held + working.likely + fixed.context_high_bytes),
         ram_bytes=ram + fixed.ram_bytes,
         seconds=seconds,
+        moments=moments or {},
     )
 
 

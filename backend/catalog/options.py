@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from backend.catalog import estimate
 from backend.catalog.arrangement import DENOISERS, FP8, Fixed, Layout, PartLayout, Work, Working
@@ -61,15 +62,15 @@ class Option:
     off_card_bytes: int = 0  # in RAM, as long as the job lasts
     extra_seconds: float = 0.0  # of bringing weights in, once
 
-    @property
+    @cached_property
     def high(self) -> int:
         return max((phase.peak_high_bytes for phase in self.phases), default=0)
 
-    @property
+    @cached_property
     def low(self) -> int:
         return max((phase.peak_low_bytes for phase in self.phases), default=0)
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         return sum(phase.seconds[1] for phase in self.phases)
 
@@ -190,11 +191,13 @@ def filled(parts: list[PartSizes], layout: PartLayout, room_bytes: float, comput
     if layout.mode != "streamed":
         return found
     for part in sorted(parts, key=lambda one: -one.numel):
+        others, buffers = held([one for one in parts if one is not part], found, computing)
+        room = room_bytes - sum(others.values())
         low, high = 0, max(len(part.blocks) - 1, 0)
         while low < high:
             middle = (low + high + 1) // 2
-            weights, staging = held(parts, found | {part.name: replace(layout, on_card=middle)}, computing)
-            low, high = (middle, high) if sum(weights.values()) + staging <= room_bytes else (low, middle - 1)
+            weights, staging = on_card(part, PartLayout("streamed", layout.storage, layout.home, middle, layout.whole, layout.codes), True, computing)
+            low, high = (middle, high) if weights + max(staging, buffers) <= room else (low, middle - 1)
         found[part.name] = replace(layout, on_card=low)
     return found
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
+import operator
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -147,13 +148,11 @@ def _choose(groups, terms: Terms) -> tuple[tuple[Option, ...], bool, str]:
 def _worth_having(found: list[Option]) -> list[Option]:
     """Without options that another one beats in everything."""
     keys = [(one.high, one.seconds, one.lossy, len(one.rungs), one.off_card_bytes) for one in found]
-    return [
-        one for index, one in enumerate(found)
-        if not any(
-            all(a <= b for a, b in zip(other, keys[index])) and (other != keys[index] or at < index)
-            for at, other in enumerate(keys) if at != index
-        )
-    ]  # fmt: skip
+    left: list[int] = []
+    for index in sorted(range(len(found)), key=keys.__getitem__):  # what beats an option comes before it
+        if not any(all(map(operator.le, keys[other], keys[index])) for other in left):
+            left.append(index)
+    return [found[index] for index in sorted(left)]
 
 
 def _emit(chosen: tuple[Option, ...], terms: Terms, card: Card, fits: bool, verdict: str, groups, own: Layout) -> VramPlan:

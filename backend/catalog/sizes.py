@@ -96,6 +96,7 @@ class PartSizes:
         return max((rows * columns for rows, columns, _ in self.linears.values()), default=0)
 
     @property
+    @lru_cache(maxsize=256)  # noqa: B019
     def numel(self) -> int:
         return sum(one.matrix + one.rest + one.precise for one in (self.other, *self.blocks))
 
