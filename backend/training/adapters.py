@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -86,10 +87,23 @@ def add_adapter(module: torch.nn.Module, section, family: ModuleType, *, part: s
         if f".{ADAPTER}" in name:
             weight.data = weight.data.float()
             weight.requires_grad_(True)
+    _keep_zero_rows(module)
     lean.make_lean(module)
     rank_of = {name: int(_matching(ranks, name, section.lora_rank)) for name in modules}
     alpha_of = {name: float(_matching(alphas, name, alpha)) for name in modules}
     return Adapter(part=part, algorithm=section.lora_algorithm, modules=modules, ranks=rank_of, alphas=alpha_of)
+
+
+def _keep_zero_rows(module: torch.nn.Module) -> None:
+    """A row of zeros in the base stays one under DoRA: its magnitude is 0, and peft would divide that by its norm, 0 too."""
+    for layer in module.modules():
+        for dora in getattr(layer, "lora_magnitude_vector", {}).values():
+            dora.get_weight_norm = functools.partial(_norm_to_divide_by, dora.get_weight_norm)
+
+
+def _norm_to_divide_by(norm_of, /, **what) -> torch.Tensor:
+    norm = norm_of(**what)
+    return torch.where(norm > 0, norm, 1.0)
 
 
 def _check_oft(module: torch.nn.Module, modules: tuple[str, ...], section) -> None:

@@ -92,6 +92,23 @@ def test_other_adapters_are_read_back(run_training, tmp_path: Path, tiny_qwen: P
     assert not torch.allclose(loaded.transformer_blocks[0].attn.to_q(torch.ones(1, 48)), plain, atol=1e-4)
 
 
+def test_dora_over_a_row_of_zeros_has_numbers():
+    from backend.families import qwen_image
+    from backend.training.adapters import add_adapter
+
+    module = torch.nn.Sequential(torch.nn.Linear(6, 4, bias=False))
+    with torch.no_grad():
+        module[0].weight[1] = 0
+    x = torch.randn(3, 6)
+    plain = module(x).detach()
+    config = from_values(TrainingConfig, {"lora_algorithm": "dora", "lora_target_modules": "all-linear", "lora_rank": 2})
+    add_adapter(module, config.lora, qwen_image, part="dit")
+    torch.testing.assert_close(module(x), plain)
+    module(x).square().sum().backward()
+    gradients = [weight.grad for weight in module.parameters() if weight.requires_grad]
+    assert all(bool(one.isfinite().all()) for one in gradients) and any(bool(one.any()) for one in gradients)
+
+
 def test_oft_says_what_it_has_not(run_training, tmp_path: Path, capsys):
     for flags, words in ((("--lora_rank", 7), "blocks of 7 inputs"), (("--lora_alpha", 2), "it has no alpha")):
         assert run_training(tmp_path / "run", *BASE, "--lora_algorithm", "oft", *flags) == 2
