@@ -11,7 +11,7 @@ import struct
 from pathlib import Path
 from typing import BinaryIO
 
-from backend.catalog.header import Header, damaged
+from backend.catalog.header import LARGEST, Header, damaged
 from backend.catalog.spec import TensorAt
 
 # type number -> (name, elements of a block, bytes of a block)
@@ -81,6 +81,8 @@ def _description(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
     if num_dimensions > 8:
         raise damaged(reader.path, f"gives tensor {name[:120]!r} {num_dimensions} dimensions.")
     shape = tuple(reader.number("<Q") for _ in range(num_dimensions))[::-1]
+    if math.prod(filter(None, shape)) >= LARGEST:  # though it may have no elements
+        raise damaged(reader.path, f"gives tensor {name[:120]!r} the shape {list(shape)}.")
     return name, shape, reader.number("<I"), reader.number("<Q")
 
 
@@ -95,7 +97,7 @@ def _located(reader: _Reader, start: int, name: str, shape: tuple, kind: int, of
     if end > reader.nbytes:
         raise damaged(reader.path, f"is cut off: tensor {name[:120]!r} ends at {end}, the file at {reader.nbytes}.")
     original = values.get(SHAPE_KEY + name)
-    if isinstance(original, tuple) and math.prod(original) == elements:
+    if isinstance(original, tuple) and all(type(size) is int and size > 0 for size in original) and math.prod(original) == elements:
         shape = original
     return TensorAt(reader.path, name, dtype, shape, begin, end)
 
