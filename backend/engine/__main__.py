@@ -72,7 +72,9 @@ def _answer(wire: Wire, worker, values: dict) -> None:
         wire.say_trouble(trouble, id=id)
     except Cancelled:
         wire.say("cancelled", id=id)
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # libraries in Rust panic with one that is no Exception
         wire.say_trouble(worker.explain(error, values["command"]) or _unexpected(error, values["command"]), id=id)
     finally:
         wire.done(id)
@@ -93,7 +95,7 @@ def _command(worker, name: str) -> Callable[[str, dict], None]:
     return known[name]
 
 
-def _unexpected(error: Exception, doing: str) -> Trouble:
+def _unexpected(error: BaseException, doing: str) -> Trouble:
     traceback.print_exception(error)
     return Trouble(
         "unexpected",

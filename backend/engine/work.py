@@ -63,7 +63,7 @@ class Work:
         """Imports what the first request will need; two seconds that nobody waits for."""
         import_networks("qwen_image")
 
-    def explain(self, error: Exception, command: str) -> Trouble | None:
+    def explain(self, error: BaseException, command: str) -> Trouble | None:
         """What an error means, where it means something to a person. Lets the model go where memory ran out."""
         if not shortage.is_one(error):
             return None
