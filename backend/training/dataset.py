@@ -53,7 +53,7 @@ class Item:
     @property
     def files(self) -> tuple[Path, ...]:
         """Every picture file that it is read from."""
-        return (self.path, *(one.path for one in self.edits))
+        return (self.path, *(one.path for one in self.edits), *([self.mask] if self.mask else []))
 
 
 @dataclass(frozen=True)
@@ -259,11 +259,13 @@ def _known(path: Path, known: dict[str, list]) -> list | OSError | None:
 
 
 def _measure(path: Path) -> list | OSError:
-    """[bytes, time, width, height, sha256] of a picture file; the header only is decoded."""
+    """[bytes, time, width, height, sha256] of a picture file; the header only is decoded, of a mask all: it is not encoded before training."""
     try:
         status, data = path.stat(), path.read_bytes()
         with Image.open(io.BytesIO(data)) as picture:
             width, height = shown_size(picture)
+            if path.name.endswith(MASK_SUFFIX):
+                picture.load()
     except OSError as error:
         return error
     except (ValueError, SyntaxError, Image.DecompressionBombError) as error:

@@ -151,6 +151,17 @@ def test_masks_beside_pictures_are_no_pictures(tmp_path: Path):
     assert [item.mask for item in items] == [mask, None]
 
 
+def test_a_broken_mask_is_named_before_training_and_leaves_its_picture_out_only_when_asked(tmp_path: Path):
+    mask = picture(tmp_path / "a.png").with_name("a.mask.png")
+    picture(tmp_path / "b.png")
+    Image.effect_noise((64, 64), 50).save(mask)
+    mask.write_bytes(mask.read_bytes()[:2000])  # whole in its header
+    with pytest.raises(Trouble, match=r"a\.mask\.png cannot be read"):
+        read(tmp_path, masked_loss="file")
+    found = read(tmp_path, masked_loss="file", skip_broken_pictures=True)
+    assert [item.path.name for item in found.items] == ["b.png"]
+
+
 def test_cuts_lie_inside_have_the_proportions_and_are_never_enlarged():
     wide = Item(path=Path("a"), captions=("",), width=400, height=100, digest="x")
     assert cut(wide, (64, 64), 0, zoom=4.0) is None
