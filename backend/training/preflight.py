@@ -21,18 +21,24 @@ def preflight(run: Run) -> dict[str, int]:
     """Peak bytes of live tensors on the device: of a step's "forward", "backward" and "optimizer", of "step", "save" and "sample". All are
     also an event, beside what was predicted."""
     state = random_state()
+    groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
+    values = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     _largest_step(run)
     _save(run)
     if run.config.samples.sample_prompts.strip():
         draw_samples(run, 0)
     for optimizer in run.optimizers:
         optimizer.state.clear()
+    for group, before in zip(groups, values, strict=True):  # Prodigy keeps what it has learnt of the rate there
+        params = group["params"]
+        group.clear()
+        group.update(before, params=params)
     set_random_state(state)
     peaks = run.peaks.by_phase
     peaks |= {"step": max(peaks[name] for name in STEP)} if run.first else {}
     predicted = predicted_by(run) if run.first and is_known(run) else {}
-    values = {f"{name}_bytes": value for name, value in peaks.items()}
-    run.reporter.event("memory", phase="preflight", **values, predicted=predicted)
+    measured = {f"{name}_bytes": value for name, value in peaks.items()}
+    run.reporter.event("memory", phase="preflight", **measured, predicted=predicted)
     run.reporter.say("Peaks: " + ", ".join(f"{name} {_words(value, predicted.get(name))}" for name, value in peaks.items()))
     return peaks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -51,7 +52,7 @@ def result_metadata(run: Run, *, step: int, epoch: int) -> dict[str, str]:
         "epochs": str(epoch),
         "pictures": str(sum(not item.prior for item in run.source.items)),
         "config": json.dumps(
-            {name: value for name, value in changed.items() if not _is_private(name)}, ensure_ascii=False
+            {name: value for name, value in changed.items() if not (_is_private(name) or _tells_place(value))}, ensure_ascii=False
         ),
     }
     picture = thumbnail_of(run.folder, step)
@@ -82,6 +83,22 @@ def _is_private(name: str) -> bool:
         "lora_checkpoint",
         "resume_from_checkpoint",
     )
+
+
+def _tells_place(value) -> bool:
+    """Whether a setting's text is or holds a path of this machine."""
+    if not isinstance(value, str) or "\n" in value:
+        return False
+    pieces = [value, *re.split(r"[,;:=]", value)]
+    return any(Path(piece.strip()).is_absolute() or _is_there(piece.strip()) for piece in pieces)
+
+
+def _is_there(text: str) -> bool:
+    """Whether `text` is a relative path of something; a bare word is not one, whatever the working folder holds."""
+    try:
+        return ("/" in text or "\\" in text or bool(Path(text).suffix)) and Path(text).exists()
+    except (OSError, ValueError):  # too long or odd for a path
+        return False
 
 
 def _model_name(section) -> str:
