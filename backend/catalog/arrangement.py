@@ -39,6 +39,8 @@ class Work:
     accumulates: bool = False
     samples: bool = False
     caches: bool = True  # encodings are computed once, encoders leave before the first step
+    keeps_encodings: bool = True  # on disk
+    keeps_states: int = 0  # full states of a run, on disk
     decoder_dtype: str = "bfloat16"
     total_steps: int = 1
     saved_number_bytes: int = 2  # of a result

@@ -61,7 +61,7 @@ def estimate_for_page(
         budget_bytes=budget_of(card),
         bars=tuple(_bar(phase, card) for phase in found.phases),
         headline=_headline(found, card),
-        sentences=tuple(_priced(step) for step in found.steps),
+        sentences=tuple(filter(None, (*map(_priced, found.steps), found.disk_words))),
         last_time=_last_time(user, card, sizes, job),
         estimating=bool(sizes.estimating),
         guessed=bool(sizes.estimating),

@@ -16,7 +16,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from backend.catalog import learnt, options, sentences, training
+from backend.catalog import learnt, options, sentences, stored, training
 from backend.catalog.arrangement import CPU_FIXED, DENOISERS, Fixed, Layout, PartLayout, Work
 from backend.catalog.estimate import point_of
 from backend.catalog.options import FP8, Option, Terms
@@ -161,6 +161,7 @@ def _emit(chosen: tuple[Option, ...], terms: Terms, card: Card, fits: bool, verd
     ram = sum(option.off_card_bytes for option in chosen) + terms.fixed.ram_bytes
     phases = tuple(replace(phase, ram_bytes=max(phase.ram_bytes, ram)) for phase in phases)
     resident, streamed = {}, {}
+    disk = stored.on_disk(terms.sizes, terms.point, terms.work, layout)
     for name, part in layout.parts.items():
         blocks = len(terms.sizes.parts[name].blocks)
         stay = spread(blocks, part.on_card) if part.mode == "streamed" else tuple(range(blocks))
@@ -184,6 +185,8 @@ def _emit(chosen: tuple[Option, ...], terms: Terms, card: Card, fits: bool, verd
         peak_high_bytes=max((phase.peak_high_bytes for phase in phases), default=0),
         ram_bytes=ram,
         disk_bytes=terms.sizes.file_bytes,
+        disk=disk,
+        disk_words=stored.sentence(disk, terms.work.keeps_states),
         seconds=(sum(phase.seconds[0] for phase in phases), sum(phase.seconds[1] for phase in phases)),
     )
 

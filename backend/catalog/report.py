@@ -17,7 +17,7 @@ def table(found: VramPlan, card: Card, *, title: str = "") -> str:
     lines = ["  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))) for row in rows]
     said = f"{title} on {card.name} ({card.total_bytes / GIB:.0f} GiB, {card.reserve_bytes / GIB:.1f} GiB kept free), GiB:"
     verdict = {"green": "It fits.", "amber": "It may just fit.", "red": "It does not fit."}[found.verdict]
-    end = [f"{verdict} {found.advice}".strip(), *(f"- {_priced(step)}" for step in found.steps)]
+    end = [f"{verdict} {found.advice}".strip(), *(f"- {_priced(step)}" for step in found.steps), *filter(None, [found.disk_words])]
     return "\n".join([said, *lines, *end, *_for_scripts(found)])
 
 

@@ -116,6 +116,8 @@ def work_of_training(config, sizes: ModelSizes) -> tuple[Work, Layout]:
         accumulates=values["gradient_accumulation_steps"] > 1,
         samples=bool(values["sample_prompts"].strip()),
         caches="text_encoder" not in (*full, base),
+        keeps_encodings=values["data_cache"],
+        keeps_states=values["keep_checkpoints"],
         decoder_dtype="float32",
         total_steps=values.get("max_steps") or 1000,
         idle_numel=min(numel, idle_numel(part, () if full else lora_targets(part, values["lora_target_modules"]), values["lora_rank"])),

@@ -116,4 +116,6 @@ class VramPlan:
     peak_high_bytes: int = 0
     ram_bytes: int = 0
     disk_bytes: int = 0
+    disk: dict[str, int] = field(default_factory=dict)  # "model"; of training also one "result", "state" and cached "picture"
+    disk_words: str = ""  # the same of training as a sentence
     seconds: tuple[float, float] = (0.0, 0.0)

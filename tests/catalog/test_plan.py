@@ -199,6 +199,17 @@ def test_a_choice_of_the_config_is_kept():
     assert found.settings["use_gradient_checkpointing"] and "customized_optimizer" not in found.settings
 
 
+def test_a_run_s_plan_says_what_it_puts_on_the_disk():
+    config = TrainingConfig(lora=LoraSection(lora_rank=16, lora_target_modules="attention"))
+    found = plan("Qwen-Image", card_of(80)[0], config)
+    numel = 60 * 8 * 16 * 2 * 3072  # of eight projections of each block
+    assert found.disk["result"] == 2 * numel and 11.9 * numel < found.disk["state"] <= 12 * numel
+    side, words = config.dataset.max_pixels // 16**2, 128
+    assert found.disk["picture"] == 4 * 64 * side + 2 * 3584 * words
+    assert f"{100 * found.disk['picture'] / 2**20:.1f} MiB for the encodings of 100 pictures" in table(found, card_of(80)[0])
+    assert not plan("Qwen-Image", card_of(80)[0], work_of_defaults(sizes_of("Qwen-Image"))).disk_words
+
+
 def test_a_quantised_denoiser_is_counted_and_neither_moved_nor_stored_otherwise():
     entry = "Qwen/Qwen-Image:transformer/diffusion_pytorch_model*.safetensors:{}"
     moved = {"fp8_models", "offload_models", "resident_blocks"}

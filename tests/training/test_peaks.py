@@ -69,6 +69,11 @@ def test_a_run_teaches_the_next_estimate_and_the_page_says_so(run_training, even
     # the page knows from that run how large its pictures and how long its captions are
     step = next(phase for phase in found.plan.phases if phase.name == "step")
     assert step.live_bytes == pytest.approx(said["measured_bytes"], rel=0.02)
+    disk, [result] = found.plan.disk, (tmp_path / "1").glob("step-*.safetensors")
+    header = 8 + int.from_bytes(result.read_bytes()[:8], "little")
+    assert disk["result"] == result.stat().st_size - header and disk["picture"] == 0  # it kept no encodings
+    state = sum(file.stat().st_size for file in (tmp_path / "1" / "checkpoints").rglob("*") if file.is_file())
+    assert disk["state"] == pytest.approx(state, abs=10 * header) and found.plan.disk_words in found.sentences
     other = from_values(TrainingConfig, {"batch_size": 4}, base=config)
     assert not estimate_for_page(spec, card, other, user=data.user).last_time
 
