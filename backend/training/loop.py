@@ -68,7 +68,7 @@ def _train(run: Run) -> str:
     run.reporter.phase("training")
     if start == 0:
         draw_samples(run, 0)
-    bad = 0
+    bad, owed = 0, False
     for step in range(start, pace.total):
         began = time.monotonic()
         epoch = pace.epoch_of(step)
@@ -84,7 +84,7 @@ def _train(run: Run) -> str:
             run.reporter.step(step=step + 1, total_steps=pace.total, epoch=epoch + 1, loss=loss, learning_rate=rate,
                               seconds=time.monotonic() - began)  # fmt: skip
         asked = stop()
-        after_step(run, step + 1, pace, asked=asked)
+        owed = after_step(run, step + 1, pace, asked=asked, bad=bool(bad), owed=owed)
         if asked:
             return "complete" if step + 1 == pace.total else "stopped"
     return "complete"
@@ -164,16 +164,19 @@ def _check_bad(run: Run, bad: int, step: int) -> None:
     if bad >= MOST_BAD_STEPS:
         raise Trouble(
             "not_finite", f"The loss was no number {bad} steps in a row, at step {step + 1}; the run ends here.",
-            hint="Lower the learning rate, or compute in bf16. The last state saved is good.",
+            hint="Lower the learning rate, or compute in bf16. If the newest state gives no number either, go on from the one before it.",
         )  # fmt: skip
 
 
-def after_step(run: Run, step: int, pace: Pace, *, asked: bool) -> None:
-    """Saves, draws and measures what is due after `step`."""
+def after_step(run: Run, step: int, pace: Pace, *, asked: bool, bad: bool, owed: bool) -> bool:
+    """Saves, draws and measures what is due after `step`. After a `bad` one, that gave no number, saving waits (the answer: it is `owed`):
+    states that may be worthless are not to push out the good ones."""
     config = run.config
     last = step == pace.total
-    by_epoch = not config.output.save_steps and step % pace.per_epoch == 0
-    due = by_epoch or (bool(config.output.save_steps) and step % config.output.save_steps == 0)
+    due = owed or step % (config.output.save_steps or pace.per_epoch) == 0
+    if due and bad and not (asked or last):
+        return True
+    by_epoch = due and not config.output.save_steps
     every = config.samples.sample_every
     draws = (every and step % every == 0) or (not every and due) or last
     if draws and not asked:  # before saving, as a result carries the newest picture; whoever wants to end is not kept waiting
@@ -191,6 +194,7 @@ def after_step(run: Run, step: int, pace: Pace, *, asked: bool) -> None:
         keep(run)
     if asked or last:
         tell(run)
+    return False
 
 
 class Stop:

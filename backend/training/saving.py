@@ -65,6 +65,7 @@ def _result(run: Run) -> dict:
 
 
 def _write(run: Run, name: str, tensors: dict, state: State, *, epoch: int, kept: Callable[[], None]) -> None:
+    _check_numbers(state)
     metadata = result_metadata(run, step=state.step, epoch=epoch)
     path = run.output / f"{name}.safetensors"
     _with_room(run, lambda: save_result(path, tensors, metadata))
@@ -75,6 +76,16 @@ def _write(run: Run, name: str, tensors: dict, state: State, *, epoch: int, kept
     run.reporter.event("checkpoint", step=state.step, path=str(path))
     kept()
     prune_states(run.folder, keep=run.config.output.keep_checkpoints, keep_every=run.config.output.keep_every)
+
+
+def _check_numbers(state: State) -> None:
+    """Raises Trouble for weights that are no numbers any more: they never become any again, and would push out the states that are good."""
+    for name, weight in state.weights.items():
+        if not weight.detach().sum().isfinite():
+            raise Trouble(
+                "not_finite", f"After step {state.step} the weights of {name} are no numbers; nothing of it is saved, and the run ends here.",
+                hint="Lower the learning rate and go on from the last state.",
+            )  # fmt: skip
 
 
 def _with_room(run: Run, write: Callable[[], Path]) -> Path:

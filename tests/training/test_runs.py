@@ -260,11 +260,40 @@ def test_a_loss_that_is_no_number_ends_the_run_with_the_last_state_good(
         return good(*arguments) * (float("nan") if len(calls) > 1 else 1.0)
 
     monkeypatch.setattr(learner, "errors", bad)
-    flags = ("--max_steps", 20, "--save_steps", 100, "--resume_from_checkpoint", "latest")
+    flags = ("--max_steps", 20, "--save_steps", 1, "--resume_from_checkpoint", "latest")
     assert run_training(tmp_path / "run", *flags) == 2
     last = events(tmp_path / "run")[-1]
     assert last["kind"] == "not_finite" and "5 steps in a row" in last["message"]
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
+    states = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in states.iterdir()) == ["step-000002", "step-000003"]  # none of a bad step
+    calls.clear()
+
+    def now_and_then(*arguments):
+        calls.append(1)
+        return good(*arguments) * (float("nan") if len(calls) == 3 else 1.0)
+
+    monkeypatch.setattr(learner, "errors", now_and_then)
+    flags = ("--max_steps", 10, "--save_steps", 3, "--keep_checkpoints", 9, "--resume_from_checkpoint", "latest")
+    assert run_training(tmp_path / "run", *flags) == 0  # step 6 is bad: what it owes is saved after step 7
+    assert [path.name for path in sorted(states.iterdir())][2:] == ["step-000007", "step-000009", "step-000010"]
+
+
+def test_weights_that_are_no_numbers_are_not_saved(run_training, events, tmp_path: Path):
+    flags = ("--max_steps", 9, "--save_steps", 1, "--customized_optimizer", f"{__name__}.Lost")
+    assert run_training(tmp_path / "run", *flags) == 2
+    assert events(tmp_path / "run")[-1]["kind"] == "not_finite" and "After step 3" in events(tmp_path / "run")[-1]["message"]
+    assert sorted(path.name for path in (tmp_path / "run").glob("*/step-*")) == ["step-000001", "step-000002"]
+    assert not (tmp_path / "run" / "step-3.safetensors").exists()
+
+
+class Lost(torch.optim.SGD):
+    """Its third step loses the weights."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.made = getattr(self, "made", 0) + 1
+        if self.made == 3:
+            self.param_groups[0]["params"][0].data[0] = float("nan")
 
 
 @pytest.mark.parametrize(
