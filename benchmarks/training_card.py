@@ -57,7 +57,7 @@ def measure(folder: Path, flags: list[str]) -> dict[str, int]:
     with card() as counted:
         import torch
         from accelerate import Accelerator
-        from accelerate.state import AcceleratorState
+        from accelerate.state import AcceleratorState, PartialState
 
         from backend.schema.knobs import from_flags
         from backend.schema.training import TrainingConfig
@@ -68,7 +68,7 @@ def measure(folder: Path, flags: list[str]) -> dict[str, int]:
         AcceleratorState._reset_state(reset_partial_state=True)
         config = from_flags(TrainingConfig, flags)
         accelerator = Accelerator(cpu=True, mixed_precision=config.training.mixed_precision)
-        accelerator.state.device = torch.device("cuda:0")
+        PartialState().device = accelerator.state.device = torch.device("cuda:0")  # what later states begin from: autocast asks one for its device
         run = set_up(config, folder, folder, accelerator, Reporter(folder, silent=True), index=folder / "index.json")
         batch = loop._epochs(run)(0)[0]
         counted.highest = counted.now
