@@ -12,7 +12,7 @@ import gradio as gr
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest
 from studio import edit_pictures, form, gallery, plan_panel, shelf
-from studio.asking import QUIET, ask, unchanged
+from studio.asking import QUIET, ask, edited, unchanged
 from studio.generate import Generate, drawn_edits, fault_of_edits, fill, for_its_model, keep, plan_of, read_inputs
 from studio.pictures import is_inside, read_settings, to_trash
 from studio.restore import restore
@@ -24,6 +24,9 @@ GUESS_SEEDS = 2**32
 SHOW_STAGE = (
     "(said) => { if (!said && innerWidth <= 820) document.querySelector('#stage').scrollIntoView({behavior: 'smooth'}); }"
 )
+
+# What was wrong with a form is no longer so once the form is another; what it merely says stays.
+WITHOUT_FAULT = "(said) => (said?.includes('notice bad') ? '' : said)"
 
 
 def wire(studio: Studio, tab: Generate, ui: gr.BrowserState, most: gr.State, redraw: Callable) -> None:
@@ -123,6 +126,9 @@ def _wire_go(studio: Studio, tab: Generate, ui: gr.BrowserState, redraw: Callabl
     for event in (tab.go.click, tab.form.controls["prompt"].submit):
         submitted = ask(event, submit, [ui, tab.start_picture], tab.fields, [tab.said, ui, tab.faults], tab.keeping)
         redraw(submitted).then(None, tab.said, None, js=SHOW_STAGE)
+    typed = [edited(tab.form.controls[name]) for name in ("model", "prompt", "width", "height")]
+    for event in (*typed, tab.edited.act):
+        event(None, tab.said, tab.said, js=WITHOUT_FAULT, **QUIET)
     redraw(tab.cancel.click(lambda: studio.engine.cancel(), None, None, **QUIET))
 
 

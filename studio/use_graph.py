@@ -80,8 +80,9 @@ def graph(points: Sequence[tuple[float, float]], use: Use | None, *, predicted: 
         if predicted
         else ""
     )
-    words = [f"{size_words(points[-1][1])} in use" + (", libraries and all" if use.with_libraries else "")]
-    words += [f"predicted peak {size_words(predicted)}" + (", libraries and all" if libraries else "")] if predicted else []
+    words = [f"{size_words(points[-1][1])} in use"]
+    words += [f"predicted peak {size_words(predicted)}"] if predicted else []
+    words[-1] += (", both with libraries" if predicted else ", with libraries") if use.with_libraries else ""
     if told.get("allocated_bytes"):
         words.append(f"allocated {size_words(told['allocated_bytes'])}, reserved {size_words(told.get('used_bytes', 0))}")
     words += [f"others {size_words(use.others_bytes)}"] if use.others_bytes else []

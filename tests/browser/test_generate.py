@@ -237,6 +237,8 @@ def test_what_cannot_be_is_said_at_its_field_or_brought_into_range(site, page):
     wait_until(lambda: page.wait_for_timeout(50) or not text_below(page, "#set-width"))
     ask(page, "")
     page.wait_for_selector("#said .notice.bad >> text=The prompt is empty")
+    page.fill("#set-prompt textarea", "not empty")
+    page.wait_for_selector("#said .notice.bad", state="detached")
 
 
 def test_the_theme_changes_at_once_and_stays(site, page):

@@ -96,9 +96,9 @@ def test_the_use_graph_says_what_it_shows():
 
 def test_a_whole_process_is_not_held_against_a_prediction_of_weights():
     html = graph([(0.0, 1e9), (1.0, 2e9)], Use(1.0, int(2e9), 0, 2**30, with_libraries=True), predicted=3e9)
-    assert "predicted" not in html and "1.9 GB in use, libraries and all" in html
+    assert "predicted" not in html and "1.9 GB in use, with libraries" in html
     html = graph([(0.0, 1e9), (1.0, 2e9)], Use(1.0, int(2e9), 0, 2**30, with_libraries=True), predicted=3e9, told={"libraries_bytes": 2**30})
-    assert "predicted peak 3.8 GB, libraries and all" in html and 'class="predicted"' in html
+    assert "predicted peak 3.8 GB, both with libraries" in html and 'class="predicted"' in html
 
 
 def test_what_the_worker_holds_and_what_it_uses_of_it_are_told_apart():

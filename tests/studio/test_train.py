@@ -46,6 +46,6 @@ def test_a_run_is_drawn_with_its_prediction_as_a_line(data, live_run):
 def test_on_a_cpu_the_line_stands_on_what_the_process_holds_beside_its_tensors(data, live_run, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     html = head_of(data, with_libraries=True)
-    assert 'class="predicted"' in html and "in use, libraries and all, predicted peak" in html
+    assert 'class="predicted"' in html and "in use, predicted peak" in html and "both with libraries" in html
     (live_run / "config.json").write_text('{"model": "nobody/nothing"}')
     assert "predicted" not in head_of(data, with_libraries=False), "nothing is known of that model"
