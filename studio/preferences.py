@@ -22,7 +22,7 @@ from studio.words import faults_style, notice
 
 GROUPS = (
     ("Folders", ("model_folders", "lora_folders")),
-    ("Memory and device", ("reserve_gib", "device", "allow_fp8")),
+    ("Memory and device", ("reserve_gib", "device", "allow_fp8", "allow_tiles", "allow_8bit_optimizer")),
     ("Downloads", ("download_source", "offline")),
     ("Look", ("theme",)),
 )

@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--cards", help="several, comma-separated: one line for each")
     found.add_argument("--ram", default="64", metavar="GIB", help="RAM of that machine [default: 64]")
     found.add_argument("--size", metavar="SIZE", help="WIDTHxHEIGHT or WIDTHxHEIGHTxFRAMES")
-    found.add_argument("--exact", action="store_true", help="no FP8")
+    found.add_argument("--exact", action="store_true", help="nothing that changes results: no FP8, no tiles, no 8-bit optimizer")
     found.add_argument("--train", nargs=argparse.REMAINDER, help="plan a training run; what follows are its flags")
     return found
 
@@ -64,8 +64,10 @@ def show(said: argparse.Namespace) -> None:
     cards = [what_if(name, ram_gib=ram) for name in names]
     sizes = sizes_of(_model(said.model))
     job = _job(said, size, sizes)
+    lossy = not said.exact
+    preferences = Preferences(allow_fp8=lossy, allow_tiles=lossy, allow_8bit_optimizer=lossy)
     for name, (card, speed) in zip(names, cards, strict=True):
-        found = plan(sizes, card, job, Preferences(allow_fp8=not said.exact), speed=speed)
+        found = plan(sizes, card, job, preferences, speed=speed)
         print(f"{sizes.title} on {name}: {report.line(found)}" if said.cards is not None else report.table(found, card, title=sizes.title))
 
 

@@ -28,6 +28,8 @@ class Terms:
     homes: tuple[str, ...]  # where weights may wait
     storages: tuple[str, ...]
     ram_bytes: float = math.inf  # that weights may take
+    tiles: bool = True  # a decode may be done in them
+    eight_bit_moments: bool = True  # an optimizer may keep its own so
     memo: dict = field(default_factory=dict, compare=False, repr=False)  # what does not depend on homes and storages
 
     def once(self, key, make: Callable):
@@ -155,7 +157,7 @@ def decode_options(terms: Terms, modes=("parked",)) -> list[Option]:
     if part is None:
         return [Option(Layout(), ())]
     for mode in modes:
-        for tiled in (False, True):
+        for tiled in (False, True) if terms.tiles else (False,):
             layout = PartLayout(mode, terms.work.computing, terms.homes[0])
             found.append(_decoded(terms, part, layout, tiled))
     return found

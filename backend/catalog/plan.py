@@ -22,7 +22,7 @@ from backend.catalog.estimate import point_of
 from backend.catalog.options import FP8, Option, Terms
 from backend.catalog.sizes import ModelSizes, sizes_of, spread
 from backend.catalog.spec import ModelSpec
-from backend.catalog.speed import Speed, speed_of
+from backend.catalog.speed import Speed, in_float32, speed_of
 from backend.catalog.weights import on_card
 from backend.catalog.work import work_of_request, work_of_training
 from backend.schema.preferences import Preferences
@@ -89,7 +89,11 @@ def _terms(sizes, work: Work, card: Card, preferences: Preferences, speed: Speed
     storages = (work.computing, FP8) if allowed else (work.computing,)
     homes = (DISK,) if card.device == "cpu" else ("ram", DISK)
     ram = card.ram_free_bytes * RAM_SHARE - fixed.ram_bytes if card.ram_free_bytes else math.inf
-    return Terms(sizes, work, point_of(sizes, work), speed, fixed, budget_of(card), homes, storages, max(ram, 0))
+    speed = speed if fixed.on_cpu or work.computing != "float32" else in_float32(speed)
+    return Terms(
+        sizes, work, point_of(sizes, work), speed, fixed, budget_of(card), homes, storages, max(ram, 0),
+        preferences.allow_tiles, preferences.allow_8bit_optimizer,
+    )  # fmt: skip
 
 
 def generation_groups(terms: Terms) -> list[list[tuple[Option, ...]]]:

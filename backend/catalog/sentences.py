@@ -84,6 +84,10 @@ def _smaller(terms, worst) -> str:
         ideas.append((_working(terms, fewer, worst), f"fewer frames ({fewer.frames})"))
     if work.batch > 1:
         ideas.append((_working(terms, replace(work, batch=1), worst), "a batch of 1"))
+    if worst.name == "decode" and not terms.tiles:
+        in_tiles = estimate.decode(terms.sizes.parts["vae"], terms.point, work.decoder_dtype, terms.fixed, tiled=True)
+        enough = worst.peak_high_bytes - worst.working_bytes + in_tiles.live <= terms.budget_bytes  # and the picture may stay as large as it is
+        ideas.append((0 if enough else in_tiles.likely, "a decode in tiles, which the preferences do not allow"))
     if terms.budget_bytes and card_is_shared(worst, terms):
         ideas.append((worst.working_bytes // 2, "closing other programs that use the card"))
     return min(ideas)[1] if ideas else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from backend.schema.vram import Card
@@ -93,6 +93,11 @@ def speed_of(card: Card, file: Path | None = None) -> Speed:
     if found:
         return what_if(found)[1]
     return ASSUMED_CPU if card.device == "cpu" else ASSUMED
+
+
+def in_float32(speed: Speed) -> Speed:
+    """Of an accelerator, from its rates in 16 bits: matrix products take from twice (TF32) to four times as long."""
+    return replace(speed, flops=speed.flops / 2, spread=2 * speed.spread)
 
 
 def remember(card: Card, speed: Speed, file: Path) -> None:

@@ -89,7 +89,7 @@ def step_options(terms: Terms, own: Layout, *, beside: list[PartSizes] = (), fil
         checkpoints.add((True, own.checkpoints_in_ram))
     if "use_gradient_checkpointing_offload" in can and not on_cpu:
         checkpoints.add((True, True))
-    states = {own.state_bytes} | ({MOMENTS_8BIT} if "customized_optimizer" in can and own.state_bytes == 8.0 else set())
+    states = {own.state_bytes} | ({MOMENTS_8BIT} if terms.eight_bit_moments and "customized_optimizer" in can and own.state_bytes == 8.0 else set())
     if on_cpu:
         states = {own.state_bytes}  # 8-bit optimizers need a card
     where = {own.states_in_ram} | ({True} if "enable_optimizer_cpu_offload" in can and not on_cpu else set())

@@ -28,5 +28,11 @@ class Preferences:
     allow_fp8: bool = knob(
         True, help="The plan may store weights in FP8 (half the memory, slightly different pictures)."
     )
+    allow_tiles: bool = knob(
+        True, help="The plan may decode a picture in tiles (less memory, blended seams)."
+    )
+    allow_8bit_optimizer: bool = knob(
+        True, help="The plan of a training run may keep AdamW's moments in 8 bits (slightly different weights).", label="Allow 8-bit optimizer"
+    )
     device: str = knob("auto", help="Device that computes: auto, cpu, cuda:0, mps, xpu:0 …")
     theme: str = knob("system", help="Light, dark, or as the system says.", choices=("system", "light", "dark"))

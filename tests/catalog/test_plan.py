@@ -56,7 +56,7 @@ def random_cases(count: int):
     for _ in range(count):
         sizes = sizes_of(numbers.choice(known_models()))
         job = random_job(numbers, sizes)
-        preferences = Preferences(allow_fp8=numbers.random() < 0.7)
+        preferences = Preferences(allow_fp8=numbers.random() < 0.7, allow_tiles=numbers.random() < 0.7, allow_8bit_optimizer=numbers.random() < 0.7)
         yield sizes, job, preferences, numbers.choice((6, 8, 12, 16, 24, 48, 80)), numbers.choice((8, 32, 64, 256))
 
 
@@ -74,8 +74,8 @@ def test_200_random_plans_are_quick_and_always_the_same():
         assert first.phases and first.peak_low_bytes <= first.peak_high_bytes
         assert first.fits == (first.verdict != "red")
         assert (first.verdict == "green") == (first.peak_high_bytes <= budget_of(card))
-        if not preferences.allow_fp8:
-            assert not any("fp8" in step.rung for step in first.steps)
+        allowed = {"fp8": preferences.allow_fp8, "tile": preferences.allow_tiles, "optimizer_8bit": preferences.allow_8bit_optimizer}
+        assert all(allowed.get(step.rung.partition(":")[0], True) for step in first.steps)
     seconds.sort()
     assert seconds[len(seconds) // 2] < 0.01 and seconds[-2] < 0.03
 
@@ -166,6 +166,20 @@ def test_nothing_fits_is_said_with_what_would_help():
     found = plan(sizes, card_of(3)[0], work_of_defaults(sizes, width=1280, height=720))
     assert not found.fits and found.verdict == "red"
     assert "GiB are missing" in found.advice and ("half the width" in found.advice or "frames" in found.advice)
+
+
+def test_what_is_lossy_is_left_to_the_preferences_and_said_where_it_would_help():
+    sizes, card = sizes_of("Wan2.2-TI2V-5B"), card_of(12)[0]
+    job = work_of_defaults(sizes)
+    assert plan(sizes, card, job, Preferences(allow_fp8=False)).tiled_vae
+    whole = plan(sizes, card, job, Preferences(allow_fp8=False, allow_tiles=False))
+    assert not whole.tiled_vae and whole.verdict == "red" and "a decode in tiles" in whole.advice
+
+
+def test_float32_takes_longer_on_a_card():
+    job = work_of_defaults(sizes_of("FLUX.1-dev"))
+    fine = plan("FLUX.1-dev", card_of(80)[0], replace(job, computing="float32"))
+    assert fine.seconds[0] > 1.5 * plan("FLUX.1-dev", card_of(80)[0], job).seconds[0]
 
 
 def test_a_card_in_use_plans_with_what_is_left():
