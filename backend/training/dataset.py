@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -211,7 +212,7 @@ def _measured(items: list[Item], notes: list[str], index: Path | None, *, skip_b
 
 
 def _broken(path: Path, error: OSError) -> Trouble:
-    if not path.exists():
+    if isinstance(error, FileNotFoundError) or error.errno == errno.ENAMETOOLONG:
         return Trouble("missing_file", f"The picture {path} does not exist.", hint="Correct the metadata file.")
     why = "it is empty or no picture" if isinstance(error, UnidentifiedImageError) else error
     return Trouble(
@@ -254,6 +255,8 @@ def _known(path: Path, known: dict[str, list]) -> list | OSError | None:
         status = path.stat()
     except OSError as error:
         return error
+    except ValueError as error:  # a name that no file can have
+        return FileNotFoundError(str(error))
     entry = known.get(str(path.absolute()))
     return entry if entry is not None and entry[:2] == [status.st_size, status.st_mtime_ns] else None
 
@@ -269,7 +272,7 @@ def _measure(path: Path) -> list | OSError:
     except OSError as error:
         return error
     except (ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        return OSError(str(error))
+        return OSError(str(error).rstrip("."))
     return [status.st_size, status.st_mtime_ns, width, height, hashlib.sha256(data).hexdigest()]
 
 

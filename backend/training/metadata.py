@@ -60,9 +60,11 @@ def _table(path: Path, text: str) -> list[dict]:
         if path.suffix.lower() == ".csv":
             return list(csv.DictReader(io.StringIO(text, newline="")))
         if path.suffix.lower() == ".jsonl":
-            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+            rows = [json.loads(line) for line in text.split("\n") if line.strip()]  # a caption may hold other ends of lines
         else:
             rows = json.loads(text)
+    except RecursionError:
+        raise Trouble("bad_metadata", f"The metadata file {path} is nested too deeply to be a table.") from None
     except (ValueError, csv.Error) as error:
         raise Trouble("bad_metadata", f"The metadata file {path} cannot be read: {error}.") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -105,8 +107,8 @@ def _edits(said, number: int, name: str) -> tuple[str, ...]:
 def _seed(seed, number: int, name: str) -> int | None:
     if seed is None or seed == "":
         return None
-    if not str(seed).strip().isdigit():
-        raise Trouble("bad_metadata", f"The seed in row {number} of {name} is {seed!r}, not a whole number.")
+    if not str(seed).strip().isdecimal() or len(str(seed)) > 20 or int(seed) >= 2**63:
+        raise Trouble("bad_metadata", f"The seed in row {number} of {name} is {str(seed)[:40]!r}, not a whole number below 2**63.")
     return int(seed)
 
 

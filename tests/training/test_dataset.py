@@ -227,6 +227,8 @@ def test_pictures_that_samples_are_edited_from(tmp_path: Path):
         ({"edit_image": []}, "it has no edit_image"),
         ({"edit_image": ["a.png", 3]}, "neither a file's name nor a list of them"),
         ({"edit_image": "gone.png"}, "gone.png does not exist"),
+        ({"edit_image": "x" * 300}, "xxx does not exist"),
+        ({"edit_image": "a\0.png"}, "does not exist"),
         ({"edit_image": ["a.png", "b.png"]}, "b.png cannot be read (it is empty or no picture)"),
     ],
 )
@@ -255,3 +257,18 @@ def test_a_plain_folder_cannot_say_what_its_pictures_are_edited_from(tmp_path: P
     (tmp_path / "pairs.jsonl").write_text("")
     with pytest.raises(Trouble, match=r"columns image, prompt and edit_image \(--dataset_metadata_path\); there is pairs.jsonl"):
         read_dataset(replace(DatasetSection(), dataset_base_path=str(tmp_path)), edits=True)
+
+
+@pytest.mark.parametrize("text", ["[" * 100000, '[{"image": "a.png", "prompt": "x", "seed": "²"}]', '[{"image": "a.png", "prompt": "x", "seed": 9223372036854775808}]'])
+def test_a_table_that_is_none_is_a_sentence(tmp_path: Path, text: str):
+    picture(tmp_path / "a.png")
+    (tmp_path / "m.json").write_text(text, encoding="utf-8")
+    with pytest.raises(Trouble, match=r"nested too deeply|not a whole number"):
+        read_dataset(replace(DatasetSection(), dataset_base_path=str(tmp_path), dataset_metadata_path=str(tmp_path / "m.json")))
+
+
+def test_a_caption_in_jsonl_may_hold_other_ends_of_lines(tmp_path: Path):
+    picture(tmp_path / "a.png")
+    (tmp_path / "m.jsonl").write_bytes('{"image": "a.png", "prompt": "x\u2028\x85y"}\r\n\r\n'.encode())
+    section = replace(DatasetSection(), dataset_base_path=str(tmp_path), dataset_metadata_path=str(tmp_path / "m.jsonl"))
+    assert read_dataset(section).items[0].captions == ("x\u2028\x85y",)
