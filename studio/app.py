@@ -45,6 +45,7 @@ from studio import (
 from studio.asking import QUIET, ask, ask_at_first
 from studio.shield import Shield
 from studio.studio import Studio, live
+from studio.words import notice
 
 TICK_SECONDS = 0.7
 
@@ -84,17 +85,19 @@ def build(studio: Studio) -> gr.Blocks:
 
         def use_lora(event):
             rows = generate_tab.rows
-            head, outputs = [ui, rows.count, *rows.inputs], [ui, tabs, *rows.outputs]
+            head = [ui, generate_tab.form.controls["model"], rows.count, *rows.inputs]
+            outputs = [ui, tabs, generate_tab.said, *rows.outputs]
             return redraw(ask(event.then, add_lora, head, [prompt_box], outputs, generate_tab.keeping))
 
-        def add_lora(choice: dict, count: int, *values):
+        def add_lora(choice: dict, model: str, count: int, *values):
             *rows, prompt = values
             choices = shelf.lora_choices(shelf.loras(studio), studio)
             uses = lora_rows.with_lora(lora_rows.pairs(rows)[:count], choice["lora"])
             spec = models.chosen(studio, choice["lora"])
             words = generate_events.with_trigger(prompt, spec.trigger_words if spec else ())
             shown_rows = lora_rows.show(uses, choices)
-            return [words], choice | {"picture": ""}, gr.Tabs(selected="generate"), *shown_rows
+            said = notice(shelf.other_base(spec, model, studio), kind="warn")
+            return [words], choice | {"picture": ""}, gr.Tabs(selected="generate"), said, *shown_rows
 
         prompt_box = generate_tab.form.controls["prompt"]
         generate_events.wire(studio, generate_tab, ui, most, redraw)

@@ -111,7 +111,7 @@ def lora_details(spec: LoraSpec | None, *, model_family: str, strengths: str, st
     if spec is None:
         return '<div class="stage empty small"><p>Choose a LoRA to see what it is.</p></div>'
     why = fits(spec, model_family, studio)
-    verdict = notice(why, kind="warn") if why else notice("Fits the model chosen in Generate.", kind="good")
+    verdict = notice(why, kind="warn") if why else notice("Made for the family of the model chosen in Generate.", kind="good")
     picture = picture_of(spec, studio)
     face = f'<img class="detail-face" src="{picture}" alt="">' if picture else ""
     rows = [

@@ -126,9 +126,10 @@ def _wire_go(studio: Studio, tab: Generate, ui: gr.BrowserState, redraw: Callabl
     for event in (tab.go.click, tab.form.controls["prompt"].submit):
         submitted = ask(event, submit, [ui, tab.start_picture], tab.fields, [tab.said, ui, tab.faults], tab.keeping)
         redraw(submitted).then(None, tab.said, None, js=SHOW_STAGE)
-    typed = [edited(tab.form.controls[name]) for name in ("model", "prompt", "width", "height")]
+    typed = [edited(tab.form.controls[name]) for name in ("prompt", "width", "height")]
     for event in (*typed, tab.edited.act):
         event(None, tab.said, tab.said, js=WITHOUT_FAULT, **QUIET)
+    tab.form.controls["model"].input(None, None, tab.said, js="() => ''", **QUIET)  # what was said was said of another model
     redraw(tab.cancel.click(lambda: studio.engine.cancel(), None, None, **QUIET))
 
 

@@ -131,6 +131,14 @@ def family_title(name: str, studio: Studio) -> str:
     return next((module.TITLE for module in studio.families if name == module.NAME), name or "unknown family")
 
 
+def other_base(spec: LoraSpec | None, model: str, studio: Studio) -> str:
+    """A sentence where a LoRA was trained on a model that is here and `model`, which is chosen, is another; else ""."""
+    here = [value for _, value in model_choices(models(studio), studio)]
+    if spec is None or spec.base == model or spec.base not in here:
+        return ""
+    return f"{lora_title(spec, studio)} was trained on {spec.base}; the model chosen here is {model}."
+
+
 def fits(spec: LoraSpec, family: str, studio: Studio) -> str:
     """Why a LoRA does not fit a model of `family`, in a sentence; "" where it does or where nothing can be said."""
     if not family or family in (spec.family, *spec.families_possible):

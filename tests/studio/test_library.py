@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import struct
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -265,3 +266,12 @@ def test_a_form_takes_what_suits_a_model_here_or_only_known_by_name_and_sizes_ar
     shelf.check_size(found, GenerationRequest(model="black-forest-labs/FLUX.1-dev", width=1024), studio)
     with pytest.raises(Trouble, match="draws 128 x 128 pixels"):
         shelf.check_size(found, GenerationRequest(width=160), studio)
+
+
+def test_a_lora_of_another_model_that_is_here_is_said_to_be_so(studio, tmp_path):
+    spec = replace(spec_with({}, tmp_path), base="loft/starter")
+    said = shelf.other_base(spec, "my-model", studio)
+    assert said == "cat was trained on loft/starter; the model chosen here is my-model."
+    assert not shelf.other_base(spec, "loft/starter", studio)
+    assert not shelf.other_base(replace(spec, base="Qwen/Qwen-Image"), "my-model", studio), "it may be a copy of that, by another name"
+    assert not shelf.other_base(None, "my-model", studio)
