@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+import json
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
@@ -36,18 +39,21 @@ const drawn = () => {
   if (!head) return;
   if (head.dataset.set !== shown && head.dataset.was !== shown) typed.clear();
   shown = head.dataset.set;
+  for (const name of JSON.parse(head.dataset.undone || "[]")) typed.delete(name);
+  head.removeAttribute("data-undone");
   // The page may keep a field and change only its text; what was typed there for another picture would still be seen.
   for (const field of element.querySelectorAll("textarea")) field.value = typed.get(field.dataset.field) ?? field.defaultValue;
 };
-new MutationObserver(drawn).observe(element, {childList: true, subtree: true, characterData: true});
+new MutationObserver(drawn).observe(element, {childList: true, subtree: true, characterData: true, attributeFilter: ["data-undone"]});
 drawn();
 """
 
 
-def editor(folder: Path, *, page: int, was: str = "") -> str:
+def editor(folder: Path, *, page: int, was: str = "", undone: Sequence[str] = ()) -> str:
     """One page of the dataset in `folder`. Thumbnails are inline, for the folder itself is not served.
 
-    `was` is the folder of the same set before it was copied: what was typed there and not saved yet belongs here.
+    `was` is the folder of the same set before it was copied: what was typed there and not saved yet belongs here. Of the pictures that are
+    `undone` it is forgotten.
     """
     try:
         found = samples_in(folder)
@@ -60,7 +66,9 @@ def editor(folder: Path, *, page: int, was: str = "") -> str:
     words = count_words(len(found), "picture") + (f", captions from {table.name}" if table else "")
     words += ", each with what it was edited from" if any(sample.edited_from for sample in found) else ""
     save = "" if table else '<button type="button" class="quiet" data-do="save" data-collect>Save captions</button>'
-    return f'<div class="editor-head" data-set="{safe(folder)}" data-was="{safe(was)}"><b>{safe(words)}</b>{_turn(page, pages)}{save}</div><div class="captions">{tiles}</div>'
+    undo = "" if table else '<button type="button" class="quiet" data-do="undo" data-collect title="Captions as before the last save">Undo</button>'
+    gone = safe(json.dumps([time.time_ns(), *undone] if undone else []))  # never what it was before, or the page would leave it as it is
+    return f'<div class="editor-head" data-set="{safe(folder)}" data-was="{safe(was)}" data-undone="{gone}"><b>{safe(words)}</b>{_turn(page, pages)}{save}{undo}</div><div class="captions">{tiles}</div>'
 
 
 def _turn(page: int, pages: int) -> str:

@@ -18,7 +18,8 @@ from studio.words import count_words
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif")
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.json")
-EARLIER = "captions-before"
+EARLIER = "captions-before"  # a dated folder for each save
+UNDONE = ".undone"
 HINTS = ("name", "trigger_word", "sample_prompts")
 
 
@@ -153,19 +154,51 @@ def save(folder: Path, edits: dict[str, str], places: Places) -> tuple[Path, str
     if folder.resolve().is_relative_to(ASSETS.resolve()):
         target = _free_name(places.datasets, folder.name)
         shutil.copytree(folder, target)
-    before = target / EARLIER / time.strftime("%Y-%m-%d_%H-%M-%S")
+    before = _free_name(target / EARLIER, time.strftime("%Y-%m-%d_%H-%M-%S"))
     kept = 0
     for path, text in wanted.items():
         beside = (target / path.relative_to(folder)).with_suffix(".txt")
+        earlier = before / beside.relative_to(target)
+        earlier.parent.mkdir(parents=True, exist_ok=True)
         if beside.is_file():
-            earlier = before / beside.relative_to(target)
-            earlier.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(beside, earlier)
             kept += 1
+        else:
+            earlier.touch()  # no caption was there
         write_text(beside, text + "\n")
     words = f"{count_words(len(wanted), 'caption')} saved"
     words += f" in your own copy, {target}" if target != folder else ""
     return target, words + (f". What they said before is in {before}." if kept else ".")
+
+
+def undo(folder: Path) -> tuple[list[str], str]:
+    """Takes the newest save of captions in `folder` back. Returns the pictures (paths inside it) that have their words of before, and a sentence.
+
+    What was saved then is kept in its place, in a folder that ends with `UNDONE`; the next call takes back the save before.
+    """
+    there = folder / EARLIER
+    saves = sorted(path for path in there.iterdir() if path.is_dir() and path.suffix != UNDONE) if there.is_dir() else []
+    if not saves:
+        return [], "There is no save of captions to take back here."
+    texts = {path.relative_to(saves[-1]) for path in saves[-1].rglob("*.txt") if not path.name.startswith(".")}
+    for text in texts:
+        _swap(folder / text, saves[-1] / text)
+    saves[-1].rename(_free_name(there, saves[-1].name + UNDONE))
+    names = [path.relative_to(folder) for path in pictures_in(folder)]
+    return [name.as_posix() for name in names if name.with_suffix(".txt") in texts], f"{count_words(len(texts), 'caption')} as before the last save."
+
+
+def _swap(one: Path, other: Path) -> None:
+    """Exchanges two files; `one` may have gone meanwhile, and is never half written."""
+    aside = other.with_name(f".{other.name}.aside")
+    if one.is_file():
+        shutil.copy2(one, aside)
+    else:
+        aside.touch()
+    making = one.with_name(f".{one.name}.partial")
+    shutil.copy2(other, making)
+    making.replace(one)
+    aside.replace(other)
 
 
 def _free_name(parent: Path, name: str) -> Path:

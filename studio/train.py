@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -217,8 +218,8 @@ def shown_editor(config: TrainingConfig, page: int) -> str:
     return drawn_editor(config.dataset.dataset_base_path, page)
 
 
-def drawn_editor(folder: str, page: int, *, was: str = "") -> str:
-    return editor(Path(folder), page=page, was=was) if folder.strip() else ""
+def drawn_editor(folder: str, page: int, *, was: str = "", undone: Sequence[str] = ()) -> str:
+    return editor(Path(folder), page=page, was=was, undone=undone) if folder.strip() else ""
 
 
 def command_of(config: TrainingConfig) -> str:

@@ -128,6 +128,10 @@ def _wire_dataset(studio: Studio, tab: Train) -> None:
         try:
             meant = json.loads(event.what or "{}")
             shown = str(meant.get("set") or folder)
+            if event.do == "undo":
+                names, words = captions.undo(Path(shown))
+                drawn = drawn_editor(shown, page, undone=names) if shown == folder else gr.skip()
+                return unchanged(fields), drawn, page, notice(words, kind="good")
             target, words = captions.save(Path(shown), meant.get("edits") or {}, studio.places)
         except Trouble as trouble:
             return unchanged(fields), gr.skip(), page, trouble_notice(trouble)

@@ -164,6 +164,12 @@ def test_captions_of_a_shipped_set_are_edited_in_a_copy(site, page):
     keeps(site, dataset_base_path=str(copy))
     page.click("#editor >> text=Save captions")
     wait_until(lambda: "typed while it was saved" in " ".join(path.read_text() for path in copy.glob("*.txt")))
+    first.fill("not saved yet")
+    page.click("#editor >> text=Undo")
+    page.wait_for_selector("#dataset-said >> text=1 caption as before the last save")
+    page.wait_for_function("document.querySelectorAll('#editor textarea')[1].value !== 'typed while it was saved'")
+    assert first.input_value() == "not saved yet"
+    assert "typed while it was saved" not in " ".join(path.read_text() for path in copy.glob("*.txt"))
 
 
 def test_uploaded_pictures_become_a_set_that_is_chosen(site, page, tiny_set):

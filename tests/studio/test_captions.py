@@ -41,6 +41,21 @@ def test_an_edited_caption_is_saved_and_the_old_text_kept(folder, data):
     assert earlier.read_text() == "a red ball" and str(earlier.parent) in words
 
 
+def test_saves_are_taken_back_one_by_one_and_what_they_said_is_kept(folder, data):
+    (folder / "a.txt").write_bytes("grüner Ball".encode("utf-16"))
+    as_it_was = (folder / "a.txt").read_bytes()
+    captions.save(folder, {"a.png": "a blue ball", "b.png": "a box"}, data)
+    captions.save(folder, {"a.png": "a black ball"}, data)
+    assert captions.undo(folder) == (["a.png"], "1 caption as before the last save.")
+    assert captions.read_caption(folder / "a.txt") == "a blue ball" and captions.read_caption(folder / "b.txt") == "a box"
+    names, words = captions.undo(folder)
+    assert names == ["a.png", "b.png"] and "2 captions" in words
+    assert (folder / "a.txt").read_bytes() == as_it_was and captions.read_caption(folder / "b.txt") == ""
+    assert {path.read_text().strip() for path in (folder / captions.EARLIER).rglob("a.txt")} == {"a blue ball", "a black ball"}
+    assert captions.undo(folder)[0] == [] and "no save" in captions.undo(folder)[1]
+    assert not list(folder.rglob(".*"))
+
+
 def test_an_unchanged_caption_writes_nothing(folder, data):
     target, words = captions.save(folder, {"a.png": "a red ball "}, data)
     assert target == folder and words == "No caption was changed." and not (folder / captions.EARLIER).exists()
