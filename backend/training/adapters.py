@@ -133,6 +133,9 @@ def _pattern(text: str | None, name: str, modules: tuple[str, ...]) -> dict[str,
     for end in pattern:
         if not any(_ends(module, end) for module in modules):
             raise Trouble("bad_value", f"--{name} names {end!r}, which gets no LoRA.")
+        if (name == "lora_rank_pattern" and (pattern[end] < 1 or pattern[end] % 1)) or not 0 <= pattern[end] < math.inf:
+            kind = "a whole number above 0" if name == "lora_rank_pattern" else "0 or more"
+            raise Trouble("bad_value", f"--{name} says {pattern[end]:g} for {end}; it has to be {kind}.")
     return pattern
 
 

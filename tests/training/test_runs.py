@@ -301,6 +301,7 @@ class Lost(torch.optim.SGD):
     [
         (("--lora_target_modules", "to_z"), "No module of dit is called 'to_z'"),
         (("--lora_target_modules", "("), "'(' is no regular expression"),
+        (("--lora_rank_pattern", '{"to_q": 0}'), "says 0 for to_q; it has to be a whole number above 0"),
         (("--lora_base_model", "vae"), "'vae' cannot be trained"),
         (("--trainable_models", "dit", "--lora_base_model", "dit"), "cannot both train whole and get a LoRA"),
         (("--customized_optimizer", "nonsense"), "no optimizer called 'nonsense'"),
