@@ -48,7 +48,7 @@ def _sentence(kind: str, part: str, option, terms) -> str:
     if kind == "stream":
         layout = next(layout for layout in option.layout.parts.values() if layout.mode == "streamed")
         count = next(len(terms.sizes.parts[key].blocks) for key, one in option.layout.parts.items() if one.mode == "streamed")
-        stay = f"{layout.on_card} of {count} blocks stay on the card" if layout.on_card else "No block stays on the card"
+        stay = f"{min(layout.on_card, count)} of {count} blocks stay on the card" if layout.on_card else "No block stays on the card"
         return f"The {name} is streamed: {stay}, the others are fetched while their neighbours compute."
     if kind == "disk":
         return f"The {name} waits on disk, because RAM has no room for it."

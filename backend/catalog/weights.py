@@ -20,7 +20,8 @@ def on_card(part: PartSizes, layout: PartLayout, active: bool, computing: str) -
     stays = part.resident_bytes(layout.on_card, layout.storage, computing)
     from_file = layout.home == "disk"  # where blocks are as they are, whatever the storage
     largest = part.largest_in_file(computing) if from_file else part.largest_block(layout.storage, computing)
-    buffers = min(STAGING_BUFFERS, len(part.blocks) - layout.on_card) * largest
+    fetched = max(0, len(part.blocks) - layout.on_card)  # a form may keep the count of a model with more blocks
+    buffers = min(STAGING_BUFFERS, fetched) * largest
     return part.around(layout.storage, computing) + stays + tables, buffers + _cast(part, layout, computing)
 
 

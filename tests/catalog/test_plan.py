@@ -358,3 +358,13 @@ def test_a_part_alone_and_a_module_outside_the_blocks_are_planned(capsys):
     assert capsys.readouterr().out.count("\n") == 3
     with_outside, without = (lora_size(sizes_of("Qwen-Image").parts["dit"], names, 4)[1] for names in ("img_in,to_q", "to_q"))
     assert with_outside - without == 4 * (64 + 3072)
+
+
+def test_more_blocks_that_stay_than_a_model_has_are_all_of_them():
+    """A form may keep the count of a model with more blocks."""
+    sizes, card = sizes_of("Qwen-Image"), card_of(80)[0]
+    one, every, more = (
+        plan(sizes, card, knobs.from_values(TrainingConfig, {"offload_models": "dit", "resident_blocks": count})) for count in (1, 60, 1000)
+    )
+    assert more.peak_high_bytes == every.peak_high_bytes > one.peak_high_bytes
+    assert "60 of 60 blocks stay" in " ".join(step.sentence for step in more.steps)
