@@ -69,6 +69,14 @@ class PartLayout:
 
 
 @dataclass(frozen=True)
+class Update:
+    """Bytes that an optimizer's step on a card makes and drops."""
+
+    at_once: float = 4.0  # for each trained number: it steps on all weights together
+    in_turn: float = 0.0  # for each number of the largest weight: one after the other
+
+
+@dataclass(frozen=True)
 class Layout:
     """A whole arrangement: one candidate of the planner."""
 
@@ -79,6 +87,7 @@ class Layout:
     checkpoints_in_ram: bool = False
     state_bytes: float = 8.0  # of the optimizer, per trained number
     states_in_ram: bool = False
+    update: Update = Update()
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from backend.catalog import cpu_runs, estimate, options
-from backend.catalog.arrangement import FP8, Layout, PartLayout, Work, Working
+from backend.catalog import cpu_runs, estimate, moments, options
+from backend.catalog.arrangement import FP8, Layout, PartLayout, Update, Working
 from backend.catalog.options import Option, Terms
 from backend.catalog.rounded import is_rounded, kept_bytes
 from backend.catalog.sizes import PartSizes
@@ -15,7 +15,6 @@ from backend.schema.vram import DISK, DTYPE_BYTES
 
 MOMENTS_8BIT = 2.1  # bytes for each trained number: two moments and their scales
 DECODER_SHARE = 0.25  # of an autoencoder, what is there at once where its blocks are fetched
-MATERIAL_BYTES = 512  # of a token's latents and noise, which a step keeps
 CPU_UPDATE_BYTES = 20e9  # of RAM that an update on the CPU goes through, a second
 
 
@@ -96,7 +95,8 @@ def step_options(terms: Terms, own: Layout, *, beside: list[PartSizes] = (), fil
     layouts = _kept_layouts(terms, own)
     found = []
     for (checkpointed, in_ram), state, outside in itertools.product(sorted(checkpoints), sorted(states), sorted(where)):
-        layout = replace(own, checkpointed=checkpointed, checkpoints_in_ram=in_ram, state_bytes=state, states_in_ram=outside)
+        update = own.update if state == own.state_bytes else Update(0.0)
+        layout = replace(own, checkpointed=checkpointed, checkpoints_in_ram=in_ram, state_bytes=state, states_in_ram=outside, update=update)
         taken = _taken(own, layout)
         for part, rungs, lossy in layouts:
             rungs = (*taken, *options._named("dit", tuple(rung for rung in rungs if rung != "park")))
@@ -145,11 +145,11 @@ def _taken(own: Layout, layout: Layout) -> tuple[str, ...]:
 
 def _step(terms: Terms, layout: Layout, kept: PartLayout, rungs, lossy: int, beside) -> Option:
     part, work, fixed = terms.denoisers[0], terms.work, terms.fixed
-    numel, grads = work.trained_numel, _gradient_bytes(work)
+    numel, grads = work.trained_numel, moments.gradient_bytes(work)
     here = fixed.on_cpu or not layout.states_in_ram  # on a CPU the optimizer's RAM is where all else is
     state = int(layout.state_bytes * (numel - work.idle_numel)) + (4 * numel if layout.states_in_ram else 0) if here else 0
-    key = ("step", layout.checkpointed, layout.checkpoints_in_ram, layout.states_in_ram, work.idle_numel)
-    working, checkpoints, moments = terms.once(key, lambda: _working(terms, layout))
+    key = ("step", layout.checkpointed, layout.checkpoints_in_ram, layout.states_in_ram, layout.update, work.idle_numel)
+    working, checkpoints, by_moment = terms.once(key, lambda: moments.working(terms, layout))
     whole = part.numel * 4 if work.targets == "full" and part.name in work.trained else None
     trained = (0 if whole else 4 * numel) + state
     held, staging = (whole, 0) if whole else on_card(part, kept, True, work.computing)
@@ -164,7 +164,7 @@ def _step(terms: Terms, layout: Layout, kept: PartLayout, rungs, lossy: int, bes
     around = sum(weights.values()) + staging + trained + fixed.learnt_bytes
     phases = [estimate.phase(
         "step", weights, working, fixed, staging=staging, adapter=trained + grads, ram=ram, seconds=_seconds(terms, layout, kept, checkpoints),
-        moments={name: max(0, around + more) for name, more in moments.items()},
+        moments={name: max(0, around + more) for name, more in by_moment.items()},
     )]  # fmt: skip
     if work.samples:
         phases.append(_sample(terms, weights, staging, trained))
@@ -179,46 +179,10 @@ def _decoder_bytes(terms: Terms, layout: Layout) -> int:
     return int(DECODER_SHARE * whole) if away else whole
 
 
-def _working(terms: Terms, layout: Layout) -> tuple[Working, int, dict[str, int]]:
-    """What a step takes beside weights, gradients and states; bytes of checkpoints among it; and of each of its moments, gradients included."""
-    part, work, grads = terms.denoisers[0], terms.work, _gradient_bytes(terms.work)
-    if terms.fixed.on_cpu and (found := cpu_runs.step(part, terms.point, work, layout)) is not None:
-        earlier = grads if work.accumulates else 0
-        update = 8 * largest_trained(part, work) + MATERIAL_BYTES * terms.point["b"] * terms.point["n"]
-        moments = {
-            "forward": found["forward"] + earlier, "backward": max(found["begins"] + earlier, found["ends"]),
-            "optimizer": grads + update,
-        }  # fmt: skip
-        more = max(max(moments.values()) - grads, 0)
-        return Working(more, more, more), 0, moments
-    working, ends, checkpoints = estimate.step(part, terms.point, work, layout, terms.fixed)
-    updating = 0 if layout.states_in_ram else 4 * work.trained_numel  # the square roots of the second moments, all at once
-    begins = max(working.live - (0 if work.accumulates else grads), 0)
-    moments = {"forward": begins + grads, "backward": max(begins, ends) + grads, "optimizer": grads + updating}
-    return _least_beside(working, ends, updating, 0 if work.accumulates else grads), checkpoints, moments
-
-
-def _gradient_bytes(work: Work) -> int:
-    return 4 * (work.trained_numel - work.idle_numel)
-
-
-def largest_trained(part: PartSizes, work: Work) -> int:
-    """Numbers of the largest tensor that trains; an optimizer on a CPU updates one after the other."""
-    if work.targets == "full":
-        return part.largest_matrix
-    return work.rank * max((max(rows, columns) for rows, columns, _ in part.linears.values()), default=0)
-
-
 def _save(terms: Terms, weights: dict[str, int], staging: int, trained: int):
     """The result is put together in RAM, where a CPU computes too; states are written from where they are."""
     result = terms.work.saved_number_bytes * terms.work.trained_numel if terms.fixed.on_cpu else 0
     return estimate.phase("save", weights, Working(result, result, result), terms.fixed, staging=staging, adapter=trained)
-
-
-def _least_beside(working: Working, ends: int, updating: int, later: int) -> Working:
-    """What is needed beside weights, gradients and states: where backward begins (`later` bytes of gradients are not there yet),
-    where it ends, or while the optimizer updates."""
-    return Working(*(max(value - later, ends, updating, 0) for value in (working.live, working.least, working.likely)))
 
 
 def _seconds(terms: Terms, layout: Layout, kept: PartLayout, checkpoints: int) -> tuple[float, float]:

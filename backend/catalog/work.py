@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from backend.catalog import edited
-from backend.catalog.arrangement import FP8, TRAINING_RUNGS, Layout, PartLayout, Work
+from backend.catalog.arrangement import FP8, TRAINING_RUNGS, Layout, PartLayout, Update, Work
 from backend.catalog.rounded import is_rounded
 from backend.catalog.sizes import ModelSizes, PartSizes, published
 from backend.schema.knobs import to_values
@@ -15,8 +15,13 @@ from backend.schema.request import GenerationRequest
 
 # bytes of state for each trained number in float32; what is not listed is taken for Adam's two moments
 STATE_BYTES = {
-    "adamw": 8.0, "adam": 8.0, "sgd": 0.0, "adafactor": 0.1, "lion": 4.0, "muon": 4.0,
+    "adamw": 8.0, "adam": 8.0, "sgd": 0.0, "adafactor": 0.02, "lion": 4.0, "muon": 4.0,
     "adamw8bit": 2.1, "pagedadamw8bit": 0.2, "prodigy": 16.0,
+}  # fmt: skip
+# what is not listed steps as torch's AdamW on a card does: on all weights at once, with a number of each beside them
+UPDATES = {
+    "adafactor": Update(0.0, 4.0), "lion": Update(0.0, 4.0), "muon": Update(0.0, 12.0), "prodigy": Update(0.0, 8.0),
+    "adamw8bit": Update(0.0), "pagedadamw8bit": Update(0.0),
 }  # fmt: skip
 COMPUTING = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
 
@@ -129,7 +134,8 @@ def work_of_training(config, sizes: ModelSizes) -> tuple[Work, Layout]:
 
 def _own_layout(values: dict, sizes: ModelSizes) -> Layout:
     offloads = bool(values.get("use_gradient_checkpointing_offload"))
-    state = STATE_BYTES.get(values["customized_optimizer"].strip().lower(), 8.0)
+    optimizer = values["customized_optimizer"].strip().lower().rpartition(".")[2]
+    state = STATE_BYTES.get(optimizer, 8.0)
     kept = {name: _kept(values, name) for name in sizes.parts}
     return Layout(
         parts={name: part for name, part in kept.items() if part != PartLayout(storage="", on_card=-1)},
@@ -137,6 +143,7 @@ def _own_layout(values: dict, sizes: ModelSizes) -> Layout:
         checkpoints_in_ram=offloads,
         state_bytes=state + (4.0 if values.get("ema_decay") else 0.0),
         states_in_ram=bool(values.get("enable_optimizer_cpu_offload")),
+        update=UPDATES.get(optimizer, Update()),
     )
 
 
