@@ -39,20 +39,23 @@ def serve(folder: Path, *, idle_seconds: float = 600.0) -> None:
 
 def _tables(network: str, config: dict, facts: dict) -> Iterator[dict]:
     """One table after the other, each with more in it: what a picture needs; of networks that anybody would train on a CPU, the usual LoRA
-    there; training on a card, which takes several times as long; and the rest."""
+    there in bfloat16; training on a card, which takes several times as long; the usual LoRA in float32, which is no multiple of the former (under
+    autocast much is float32 anyway); and the rest."""
     found, known = trace.table(network, config, facts=facts, like={"forms": {}}), facts[network.rpartition(":")[2]]
     yield found
     if "lora" not in known:
         return
     small = "plain_tokens" in known and _numel(found, config) <= CPU_NUMEL
-    others, more = trace.cpu_tables(network, config, known, dtypes=("bfloat16",)) if small else iter(()), {}
-    for forms in itertools.islice(others, USUAL):
-        more = {"cpu": forms}
-        yield {**found, **more}
+    wide, narrow = (trace.cpu_tables(network, config, known, dtypes=(name,)) if small else iter(()) for name in ("float32", "bfloat16"))
+    cpu: dict = {}
+    for forms in itertools.islice(narrow, USUAL):
+        cpu |= forms
+        yield {**found, "cpu": cpu}
     found = trace.table(network, config, facts=facts)
-    yield {**found, **more}
-    for forms in others:
-        yield {**found, "cpu": forms}
+    yield {**found, "cpu": cpu} if cpu else found
+    for forms in itertools.chain(itertools.islice(wide, USUAL), narrow, wide):
+        cpu |= forms
+        yield {**found, "cpu": cpu}
 
 
 def _numel(table: dict, config: dict) -> int:
