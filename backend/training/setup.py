@@ -24,6 +24,7 @@ from backend.training.frozen import Kept, keeping
 from backend.training.learner import Learner, named_trainable
 from backend.training.material import free_memory, prepare_source, split_off
 from backend.training.optimizers import Mean, check_optimizer, make_optimizers
+from backend.training.progress import strengths_of
 from backend.training.quantised import Quantised, read_options
 from backend.training.readers import processor_folder, tokenizer_folder
 from backend.training.reporter import Reporter
@@ -105,6 +106,7 @@ def make_loader(config, accelerator) -> Loader:
         base = find_base(config.model)
     check_flags(config, base.family, base.spec)
     check_optimizer(config.training)
+    strengths_of(config.samples)  # told before weights are loaded
     trained, part, device = trained_parts(config), lora_part(config), accelerator.device
     dtype = _dtype(config, device)
     flowing = () if config.training.task.endswith(":data_process") else ("dit", *([part] if part else []))
