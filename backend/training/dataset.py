@@ -213,7 +213,7 @@ def _measured(items: list[Item], notes: list[str], index: Path | None, *, skip_b
 
 def _broken(path: Path, error: OSError) -> Trouble:
     if isinstance(error, FileNotFoundError) or error.errno == errno.ENAMETOOLONG:
-        return Trouble("missing_file", f"The picture {path} does not exist.", hint="Correct the metadata file.")
+        return Trouble("missing_file", f"The picture {path} does not exist.", hint="Correct its name where it is given.")
     why = "it is empty or no picture" if isinstance(error, UnidentifiedImageError) else error
     return Trouble(
         "broken_picture", f"The picture {path} cannot be read ({why}).",

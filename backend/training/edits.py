@@ -129,4 +129,7 @@ def sample_pictures(section, prompts: list[str]) -> list[tuple[Picture, ...]] | 
             "bad_value", f"There are {len(prompts)} sample prompts but {len(lines)} lines of pictures for them (--sample_edit_images).",
             hint="Give one line for each prompt, or one for all; several pictures in a line with commas between.",
         )  # fmt: skip
-    return [measure(Path(part.strip()) for part in line.split(",") if part.strip()) for line in lines]
+    named = [[Path(part.strip()) for part in line.split(",") if part.strip()] for line in lines]
+    if not all(named):
+        raise Trouble("bad_value", f"A line of --sample_edit_images names no picture: {lines[named.index([])]!r}.", hint="Remove it, or name one.")
+    return [measure(paths) for paths in named]

@@ -197,6 +197,7 @@ def test_a_picture_that_breaks_off_is_named_or_left_out_with_its_sample(train, e
         ("edit", ("--zero_cond_t",), "Qwen-Image-Edit-2511 does"),
         ("edit", ("--crops", "3", "--crop_zoom", "2", "--max_pixels", "1024"), "wide.png, which it is edited from, has other proportions"),
         ("edit", ("--sample_prompts", "x\ny\nz", "--sample_edit_images", "a.png\nb.png"), "There are 3 sample prompts but 2 lines"),
+        ("edit", ("--sample_prompts", "x", "--sample_edit_images", ","), "A line of --sample_edit_images names no picture: ','"),
         ("edit", ("--processor_path", "nowhere"), "The processor of Qwen-Image-Edit-2509 was not found (nowhere)"),
         ("edit", ("--num_frames", "5"), "there are no 5 frames to train"),
         ("one", (), "c.png is edited from 2 pictures"),
