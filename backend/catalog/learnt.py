@@ -83,7 +83,8 @@ def _kind_of_training(config) -> str:
 def data_of(config) -> str:
     """What the pictures and captions of a run depend on."""
     values = to_values(config)
-    parts = (values["dataset_base_path"], values["dataset_metadata_path"], values["width"], values["height"], values["max_pixels"])
+    names = ("dataset_base_path", "dataset_metadata_path", "width", "height", "max_pixels", "edit_pixels")
+    parts = tuple(values[name] for name in names)
     return f"data {hashlib.sha256(repr(parts).encode()).hexdigest()[:8]}"
 
 
