@@ -20,7 +20,7 @@ STATE_BYTES = {
 }  # fmt: skip
 # what is not listed steps as torch's AdamW on a card does: on all weights at once, with a number of each beside them
 UPDATES = {
-    "adafactor": Update(0.0, 4.0), "lion": Update(0.0, 4.0), "muon": Update(0.0, 12.0), "prodigy": Update(0.0, 8.0),
+    "adafactor": Update(0.0, 4.0), "lion": Update(0.0, 4.0), "muon": Update(0.0, 10.0), "prodigy": Update(0.0, 8.0),
     "adamw8bit": Update(0.0), "pagedadamw8bit": Update(0.0),
 }  # fmt: skip
 COMPUTING = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
