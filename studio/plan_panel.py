@@ -193,7 +193,7 @@ def _more(found: PageEstimate) -> str:
     items = "".join(f"<li>{safe(_page_units(line))}</li>" for line in lines)
     advice = f'<p class="caption">{safe(_page_units(found.plan.advice))}</p>' if found.plan.advice else ""
     last = f'<p class="caption">{safe(_page_units(found.last_time))}</p>' if found.last_time else ""
-    return f'{advice}{last}<details class="plan-more"><summary>How it is done</summary><ul>{items}</ul></details>'
+    return f'{advice}{last}<details class="plan-more" data-keep="how"><summary>How it is done</summary><ul>{items}</ul></details>'
 
 
 def _cards(what_if: str) -> str:

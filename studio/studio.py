@@ -40,7 +40,8 @@ class Studio:
         return (places.outputs, places.runs, places.cache / "thumbnails", places.user / "inputs")
 
 
-# A click on anything with `data-do` becomes the event "act" with what was meant; keys work as clicks do on buttons.
+# A click on anything with `data-do` becomes the event "act" with what was meant; keys work as clicks do on buttons. A fold with `data-keep`
+# stays as it was clicked: drawing the region anew takes its `open` away, or brings another fold of that name.
 ACT = """
 element.addEventListener("click", (event) => {
   const meant = event.target.closest("[data-do]");
@@ -50,6 +51,17 @@ element.addEventListener("click", (event) => {
   if (meant.hasAttribute("data-collect")) what = JSON.stringify(element.loftTyped());
   trigger("act", {do: meant.dataset.do, what: what});
 });
+const folds = {};
+element.addEventListener("click", (event) => {
+  const fold = event.target.closest("summary")?.parentElement;
+  if (fold?.dataset.keep) folds[fold.dataset.keep] = !fold.open;
+});
+new MutationObserver(() => {
+  for (const fold of element.querySelectorAll("details[data-keep]")) {
+    const wish = folds[fold.dataset.keep];
+    if (wish !== undefined && fold.open !== wish) fold.open = wish;
+  }
+}).observe(element, {childList: true, subtree: true, attributes: true, attributeFilter: ["open"]});
 """
 
 

@@ -41,9 +41,15 @@ def test_the_plan_follows_each_keystroke(painted, kept_page):
 def test_another_card_changes_the_verdict_s_card_and_is_marked(painted, kept_page):
     page = kept_page(painted)
     page.wait_for_selector("#plan .plan-cards")
+    page.click("#plan summary")
+    page.wait_for_selector("#plan details[open]")
     page.click('#plan [data-what="8GiB"]')
     page.wait_for_function("document.querySelector('#plan .plan-head').textContent.includes('an 8 GB card')")
     assert page.get_attribute('#plan [data-what="8GiB"]', "aria-pressed") == "true"
+    assert page.is_visible("#plan details[open] li")
+    page.click("#plan summary")
+    page.wait_for_selector("#plan details:not([open])")
     page.click('#plan [data-what=""]')
     page.wait_for_function("document.querySelector('#plan .plan-head').textContent.includes('this machine')")
+    assert not page.is_visible("#plan details[open] li")
     kept_page.check()
