@@ -27,7 +27,7 @@ class Pipeline:
     `parts` holds the modules by name, the tokenizer and the processor of pictures; `placements` those whose weights are moved about. Parts may be missing:
     a pipeline of a transformer alone loads, and says what it lacks when it is asked for a picture. `compile` only makes sure, before
     anything is loaded, that requests may ask for it; `fp8_products` stores the transformer so that they may ask for those. `allow_fp8`: weights
-    may be stored in FP8 where memory runs out. What is done then is in `rungs.py`; each phase begins anew one rung lower.
+    may be stored in FP8 where memory runs out, `allow_tiles`: pictures may go through the autoencoder in tiles. What is done then is in `rungs.py`.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Pipeline:
         compile: bool = False,
         fp8_products: bool = False,
         allow_fp8: bool = False,
+        allow_tiles: bool = True,
         on_bytes: Callable[[str, int, int], None] | None = None,
     ):
         self.spec, self.dtype, self.device = spec, dtype, memory.check_device(str(device))
@@ -58,7 +59,7 @@ class Pipeline:
         self._text_changed = False
         self._preview = Preview(self.family, self.parts, self.placements, device=self.device, dtype=self.dtype)
         self.together = not halves_apart  # the halves of guidance
-        self.lower = rungs.Lower(allow_fp8=allow_fp8 and rungs.FP8 in memory.probe(self.device).dtypes)
+        self.lower = rungs.Lower(allow_fp8 and rungs.FP8 in memory.probe(self.device).dtypes, allow_tiles)
         self.configs, self.limit_bytes = dict(configs or {}), vram_limit_bytes
         self.resident_blocks = dict(resident_blocks or {})  # of parts that are streamed, the blocks that stay
         self.adapters = lora.Adapters({}, family=self.family, specs=spec.parts, families=families.FAMILIES)

@@ -2,7 +2,7 @@
 
 From the top: the other parts leave the device; half of the blocks that stay are fetched when they are called, then all are; blocks are
 stored in FP8, where that is allowed. A phase has rungs of its own beside: guidance in two halves (before blocks are fetched, while all stay:
-there it costs little), tiles of a picture. Where RAM ran out beside a card, weights wait on disk instead.
+there it costs little), tiles of a picture, where those are allowed. Where RAM ran out beside a card, weights wait on disk instead.
 
 Every rung is taken once in a pipeline's life, so a phase is repeated a bounded number of times, and what was taken stays.
 """
@@ -35,6 +35,7 @@ class Lower:
     """What a pipeline has given up for memory so far."""
 
     allow_fp8: bool = False
+    allow_tiles: bool = True
     taken: set[tuple[str, str]] = field(default_factory=set)  # part, rung
     tiles: dict[str, int] = field(default_factory=dict)  # "decode", "encode" -> latent cells from which on it is done in tiles
     moved: set[str] = field(default_factory=set)  # parts that lie elsewhere than they were loaded for
@@ -135,7 +136,8 @@ def halves(pipeline) -> Rung:
 
 def tiling(pipeline, phase: str, height: int, width: int, asked: bool | tuple[int, int] | None = None) -> list[Rung]:
     """`tiles` for a picture of so many latent cells that is larger than a tile and does not go in tiles yet."""
-    if max(height, width) <= pipeline.family.TILES[0] or pipeline.is_tiled(phase, height * width, asked):
+    small = max(height, width) <= pipeline.family.TILES[0]
+    if small or not pipeline.lower.allow_tiles or pipeline.is_tiled(phase, height * width, asked):
         return []
     return [tiles(pipeline, phase, height * width)]
 

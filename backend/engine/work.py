@@ -263,9 +263,8 @@ class Work:
             halves_apart=self._placing.halves_apart,
             resident_blocks=self._placing.resident_blocks,
             fp8_products=fp8_products,
-            allow_fp8=self.preferences.allow_fp8,
-            on_bytes=on_bytes,
-        )
+            allow_fp8=self.preferences.allow_fp8, allow_tiles=self.preferences.allow_tiles, on_bytes=on_bytes,
+        )  # fmt: skip
 
     def _close(self) -> None:
         if self.pipeline is not None:

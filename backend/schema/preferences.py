@@ -26,10 +26,10 @@ class Preferences:
     )
     offline: bool = knob(False, help="Never download; say what is missing instead.")
     allow_fp8: bool = knob(
-        True, help="The plan may store weights in FP8 (half the memory, slightly different pictures)."
+        True, help="Weights may be stored in FP8, by the plan or where memory runs out (half the memory, slightly different pictures)."
     )
     allow_tiles: bool = knob(
-        True, help="The plan may decode a picture in tiles (less memory, blended seams)."
+        True, help="A picture may be decoded in tiles, by the plan or where memory runs out (less memory, blended seams)."
     )
     allow_8bit_optimizer: bool = knob(
         True, help="The plan of a training run may keep AdamW's moments in 8 bits (slightly different weights).", label="Allow 8-bit optimizer"

@@ -115,6 +115,9 @@ def test_encoding_and_decoding_a_picture(card, deep_qwen):
     latents = torch.randn((1, 16, 8, 36), generator=torch.Generator().manual_seed(0))
     decode = lambda: torch.from_numpy(numpy.asarray(pipeline.decode(latents), dtype=numpy.float32))  # noqa: E731
     assert rungs_of(card, pipeline, decode, exact=False) == ["tiles, decode, 288"]
+    card.most_bytes = float("inf")
+    pipeline = load(deep_qwen, allow_tiles=False)
+    assert rungs_of(card, pipeline, decode, exact=False) == ["park"]
 
 
 def lora(rank: int = 4) -> dict[str, torch.Tensor]:
