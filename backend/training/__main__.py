@@ -69,9 +69,10 @@ def run_in(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[s
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     limits.grow_segments()
     rank = int(os.environ.get("RANK", "0"))
+    aside: dict[Path, Path] = {}
     if rank == 0:
         try:
-            _claim(config, folder, by_flags=by_flags, argv=argv)
+            aside = _claim(config, folder, by_flags=by_flags, argv=argv)
         except Trouble as trouble:  # the folder cannot be written or its events are another run's: nothing is put there
             print(str(trouble), file=sys.stderr, flush=True)
             return _leave(2)
@@ -80,6 +81,7 @@ def run_in(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[s
         reason = _train(config, folder, reporter)
     except Trouble as trouble:
         reporter.trouble(trouble)
+        _put_back(folder, aside)
         return _leave(2)
     except Exception as error:
         traceback.print_exc()
@@ -91,6 +93,7 @@ def run_in(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[s
             return _leave(2)
         what = f"{type(error).__name__}: {error}"
         reporter.trouble(Trouble("fault", f"The run ended by a fault: {what[:500]}.", detail=traceback.format_exc()))
+        _put_back(folder, aside)
         return _leave(1)
     reporter.say({"complete": "Complete.", "stopped": "Stopped; everything is saved."}[reason])
     return 0
@@ -111,11 +114,11 @@ def _leave(status: int) -> int:
     return status
 
 
-def _claim(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[str]) -> None:
+def _claim(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[str]) -> dict[Path, Path]:
     """`_make_folder`, or a Trouble about a folder that cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _make_folder(config, folder, by_flags=by_flags, argv=argv)
+        return _make_folder(config, folder, by_flags=by_flags, argv=argv)
     except OSError as error:
         words = f"The output folder {folder} cannot be written ({error.strerror or error})."
         raise Trouble("not_writable", words, hint="Choose another with --output_path.") from None
@@ -141,35 +144,48 @@ def _refuse_second(folder: Path) -> None:
         )  # fmt: skip
 
 
-def _make_folder(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[str]) -> None:
+def _make_folder(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[str]) -> dict[Path, Path]:
+    """Writes what is known of the run; what was set aside for it."""
     from backend.training.files import write_text
 
     if os.environ.get("LOFT_MARK"):  # the studio has started this and keeps the record itself
-        return
+        return {}
     _refuse_second(folder)
+    aside: dict[Path, Path] = {}
     if by_flags:
         if not config.output.resume_from_checkpoint:
-            _set_aside(folder)
+            aside = _set_aside(folder)
         write_text(folder / "config.json", to_file_text(config))
     (folder / "stop").unlink(missing_ok=True)
     write_text(folder / "process.json", _process_text(argv, folder))
+    return aside
 
 
-def _set_aside(folder: Path) -> None:
+def _set_aside(folder: Path) -> dict[Path, Path]:
     """A new run where an older one was: its state and events get another name, so that nothing of it is lost or mixed in.
 
-    Of one that made and saved nothing, nothing is kept.
+    Of one that made and saved nothing, nothing is kept. Gives the places and where what lay there is now.
     """
     import time
 
     if not _made_something(folder):
         for name in ("events.jsonl", "loss.csv"):
             (folder / name).unlink(missing_ok=True)
-        return
+        return {}
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
-    for name in ("checkpoints", "events.jsonl", "loss.csv", "samples"):
-        if (folder / name).exists():
-            (folder / name).rename(folder / f"{name}.before-{stamp}")
+    names = [name for name in ("checkpoints", "events.jsonl", "loss.csv", "samples") if (folder / name).exists()]
+    aside = {folder / name: folder / f"{name}.before-{stamp}" for name in names}
+    for place, where in aside.items():
+        place.rename(where)
+    return aside
+
+
+def _put_back(folder: Path, aside: dict[Path, Path]) -> None:
+    """After a start that came to nothing: the older run can be gone on with as before."""
+    if aside and not _made_something(folder):
+        for place, where in aside.items():
+            if not place.exists():
+                where.rename(place)
 
 
 def _made_something(folder: Path) -> bool:

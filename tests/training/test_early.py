@@ -46,6 +46,13 @@ def test_tries_that_made_nothing_do_not_pile_up(tmp_path: Path, data, capsys):
     assert '"step"' in older.read_text() and '"step"' not in (run / "events.jsonl").read_text()
 
 
+def test_a_start_that_comes_to_nothing_leaves_the_older_runs_states_where_they_were(tmp_path: Path, data):
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step-000002").mkdir(parents=True)
+    assert main(["--dataset_base_path", str(tmp_path / "gone"), "--output_path", str(run)]) == 2
+    assert (run / "checkpoints" / "step-000002").is_dir() and not list(run.glob("checkpoints.before-*"))
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
