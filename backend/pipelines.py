@@ -147,7 +147,7 @@ class ImagePipeline:
         }
         request = from_values(GenerationRequest, values)
         self.pipeline.notes.clear()
-        source = input_image if isinstance(input_image, Image.Image) else None
+        source = api_values.picture_of(input_image) if isinstance(input_image, Image.Image) else None
         tiles = diffsynth_words.tiles(tile_size, tile_stride) if tiled and (tile_size or tile_stride) else tiled
         noise = None if str(rand_device) == "cpu" else self._noise(request, rand_device)
         bar = api_values.Progress(progress_bar_cmd, request.num_inference_steps, on_step)

@@ -240,6 +240,8 @@ def test_words_of_diffsynth_scripts_work_or_say_what_to_do(tiny_qwen, monkeypatc
         ({"edit_image": "a picture"}, "no picture a picture"),
         ({"edit_image": Image.new("RGB", (8, 8))}, "draws from words alone"),
         ({"edit_image": [3]}, "3 is no picture"),
+        ({"edit_image": Image.new("RGB", (0, 8))}, "has 0 x 8 pixels"),
+        ({"input_image": Image.new("F", (8, 8))}, "cannot be read: it holds floating-point numbers"),
         ({"edit_image_auto_resize": False}, "about a million pixels"),
         ({"zero_cond_t": True}, "config.json"),
         ({"exponential_shift_mu": 1.0}, "scheduler_config.json"),

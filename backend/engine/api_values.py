@@ -38,11 +38,14 @@ def check_dtype(dtype: object) -> None:
 def pictures_of(given: Image.Image | str | Path | Sequence[Image.Image | str | Path] | None) -> tuple[Image.Image, ...]:
     """One picture, several, or none (PIL pictures or files), in RGB. Raises Trouble for what is no picture."""
     some = given if isinstance(given, list | tuple) else [] if given is None else [given]
-    return tuple(_picture_of(one) for one in some)
+    return tuple(picture_of(one) for one in some)
 
 
-def _picture_of(given: object) -> Image.Image:
+def picture_of(given: object) -> Image.Image:
+    """A PIL picture, or that in a file, in RGB. Raises Trouble for what is no picture."""
     if isinstance(given, Image.Image):
+        if not given.width * given.height:
+            raise Trouble("bad_picture", f"A picture that was given has {given.width} x {given.height} pixels.")
         try:
             return pictures.on_white(given)
         except (OSError, ValueError) as error:  # its file was closed, or is cut off
