@@ -36,6 +36,7 @@ def make_qwen_image(folder: Path, *, num_layers: int = 2, seed: int = 0, max_sha
     (folder / "scheduler").mkdir()
     (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(SCHEDULE))
     index = json.loads((ASSETS / "starter" / "model_index.json").read_text())
+    del index["_sizes"]  # the starter's
     (folder / "model_index.json").write_text(json.dumps({**index, "_defaults": {"width": 64, "height": 64}}))
     return folder
 
@@ -55,7 +56,6 @@ def make_qwen_edit(folder: Path, variant: str = "edit", *, seed: int = 0) -> Pat
     index = json.loads((folder / "model_index.json").read_text())
     index |= {"_class_name": EDIT_CLASSES[variant], "processor": ["transformers", "Qwen2VLProcessor"]}
     index["_reference_pixels"] = 64 * 64
-    del index["_sizes"]
     (folder / "model_index.json").write_text(json.dumps(index))
     if variant == "edit-2511":
         config = folder / "transformer" / "config.json"
