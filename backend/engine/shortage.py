@@ -20,9 +20,10 @@ _MESSAGES = (
     "bad_alloc",
     "status_alloc_failed",  # cuBLAS and cuDNN, for workspaces of their own
     "unable to find a valid cudnn algorithm",  # none whose workspace fits
+    "can't start new thread",  # there is no room for its stack
     "could not create a primitive",  # oneDNN, whose convolutions found no room
 )
-_OF_RAM = ("defaultcpuallocator", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc")
+_OF_RAM = ("defaultcpuallocator", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc", "can't start new thread")
 _WINDOWS = (8, 14, 1455)  # no memory for a command, for an operation; the paging file is too small
 
 

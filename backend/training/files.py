@@ -67,8 +67,12 @@ def sync(path: Path) -> None:
 
 def _sync_all(paths: list[Path]) -> None:
     """`sync` of all at once: a disk does that for several in hardly more time than for one."""
-    with ThreadPoolExecutor(len(paths)) as pool:
-        list(pool.map(sync, paths))
+    try:
+        with ThreadPoolExecutor(len(paths)) as pool:
+            list(pool.map(sync, paths))
+    except RuntimeError:  # no memory for another thread, which is no reason to lose what was written
+        for path in paths:
+            sync(path)
 
 
 def write_text(path: Path, text: str) -> None:

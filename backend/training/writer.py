@@ -32,14 +32,18 @@ class Writer:
         self.finish()
         self._kept = threading.Event()
         self._thread = threading.Thread(target=self._do, args=(work, self._kept), name="writer")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no memory for another thread: what is to be saved is saved all the same
+            self._thread = None
+            self._do(work, self._kept)
 
     def wait(self) -> None:
         """Waits until what is being written is on the disk. Raises what it failed by."""
         if self._thread is not None:
             self._kept.wait()
-            if self._failure is not None or not self._thread.is_alive():
-                self.finish()
+        if self._failure is not None or self._thread is None or not self._thread.is_alive():
+            self.finish()
 
     def finish(self) -> None:
         """Waits for the piece that is being done and raises what it failed by."""

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.torch
         (RuntimeError("MPS backend out of memory (MPS allocated: 8 GB)"), True),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("can't start new thread"), True),
         (MemoryError(), True),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
         (OSError(errno.ENOSPC, "No space left on device"), False),

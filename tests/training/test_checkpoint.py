@@ -93,6 +93,24 @@ def test_runs_killed_thirty_times_lose_little_and_end_as_the_uninterrupted(tmp_p
     assert counts["most_lost"] <= 3 and counts["rounds"] == 30 and counts["complete"] >= 1 and counts["inside"] >= 3 and len(counts["phases"]) >= 3
 
 
+def test_what_is_to_be_saved_is_saved_where_no_thread_can_be_started(tmp_path: Path, monkeypatch):
+    def no_room(thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def fail(kept) -> None:
+        raise Trouble("disk_full", "full")
+
+    monkeypatch.setattr(threading.Thread, "start", no_room)
+    writer = Writer()
+    writer.start(lambda kept: save_state(tmp_path, state(3)))
+    writer.wait()
+    assert load_state(list_states(tmp_path)[0]).step == 3
+    writer.start(fail)
+    with pytest.raises(Trouble):
+        writer.wait()
+    writer.finish()
+
+
 def test_a_step_waits_for_the_disk_but_not_for_clearing_up_and_is_told_of_a_failure():
     may_write, may_clear, found = threading.Event(), threading.Event(), []
     writer = Writer()
