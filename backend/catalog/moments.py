@@ -27,10 +27,9 @@ def working(terms: Terms, layout: Layout) -> tuple[Working, int, dict[str, int]]
     later = 0 if work.accumulates else grads
     begins, updating = max(working.live - later, 0), _updating(part, work, layout)
     forward = begins
-    if work.targets == "full":
-        ends = max(ends - min(later, _last_gradients(part, layout)), _one_gradient(part, work))
-        if layout.checkpointed:
-            forward = max(_forward(terms, 0 if layout.checkpoints_in_ram else checkpoints) - later, -grads)
+    ends = max(ends - min(later, _last_gradients(part, work, layout)), _one_gradient(part, work) if work.targets == "full" else 0)
+    if work.targets == "full" and layout.checkpointed:
+        forward = max(_forward(terms, 0 if layout.checkpoints_in_ram else checkpoints) - later, -grads)
     moments = {"forward": forward + grads, "backward": max(begins, ends) + grads, "optimizer": grads + updating}
     return _least_beside(working, max(ends, forward), updating, later), checkpoints, moments
 
@@ -43,8 +42,10 @@ def _updating(part: PartSizes, work: Work, layout: Layout) -> int:
     return int(at_once + layout.update.in_turn * largest_trained(part, work))
 
 
-def _last_gradients(part: PartSizes, layout: Layout) -> int:
-    """Bytes of gradients of whole blocks that are not there yet while the last of them are gone through backwards."""
+def _last_gradients(part: PartSizes, work: Work, layout: Layout) -> int:
+    """Bytes of gradients of whole blocks, or of their adapters, that are not there yet while the last are gone through backwards."""
+    if work.targets != "full":
+        return gradient_bytes(work) // max(len(part.blocks), 1) if layout.checkpointed and part.name in work.trained else 0
     blocks = part.blocks[: 1 if layout.checkpointed else estimate.BASE_DEPTH]
     return 4 * sum(block.matrix + block.rest + block.precise for block in blocks)
 
