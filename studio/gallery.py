@@ -110,10 +110,8 @@ def _start_words(request: dict) -> str:
 def _memory_words(settings: Settings) -> str:
     if not settings.measured_peak_bytes:
         return ""
-    measured = f"measured {size_words(settings.measured_peak_bytes)}"
-    if settings.predicted_peak_bytes:
-        return f"predicted {size_words(settings.predicted_peak_bytes)}, {measured}"
-    return measured
+    measured = f"tensors at most {size_words(settings.measured_peak_bytes)}"
+    return f"{measured}, predicted {size_words(settings.predicted_peak_bytes)}" if settings.predicted_peak_bytes else measured
 
 
 def _lora_line(use: dict) -> str:

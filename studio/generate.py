@@ -19,6 +19,7 @@ from studio.pictures import is_inside, is_ours, keep_input, stamp
 from studio.session import config_from, read_values, request_file, settled, write_values
 from studio.studio import Studio
 from studio.use_graph import Use, graph, watched
+from studio.words import trouble_notice
 
 FRESH = "fresh_seed"  # in the file of the form, beside the request's own settings
 
@@ -203,4 +204,13 @@ def plan_of(studio: Studio, request: GenerationRequest, what_if: str) -> str:
         found = plan_panel.estimate(studio, request.model, request, what_if=what_if)
     except Trouble as trouble:
         return plan_panel.no_panel(trouble)
-    return plan_panel.panel(found, what_if=what_if, fit=found.plan.verdict == "red")
+    return plan_panel.panel(found, what_if=what_if, fit=found.plan.verdict == "red", refused=_refused_size(studio, request))
+
+
+def _refused_size(studio: Studio, request: GenerationRequest) -> str:
+    """A notice where the model of `request` does not draw pictures of that size, else ""."""
+    try:
+        shelf.check_size(shelf.models(studio), request, studio)
+    except Trouble as trouble:
+        return trouble_notice(trouble)
+    return ""

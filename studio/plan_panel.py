@@ -95,9 +95,10 @@ def no_panel(trouble: Trouble) -> str:
     return f'<div class="plan">{notice(f"No estimate: {trouble.message}")}</div>'
 
 
-def panel(found: PageEstimate, *, what_if: str, fit: bool = False) -> str:
-    """The whole panel as HTML. `fit`: offer "Make it fit", because the form can be changed so that it does."""
-    look, words = VERDICTS[found.plan.verdict]
+def panel(found: PageEstimate, *, what_if: str, fit: bool = False, refused: str = "") -> str:
+    """The whole panel as HTML. `fit`: offer to change the form as the plan wants it. `refused`: a notice why the model would not do this
+    job, however well it fits."""
+    look, words = ("bad", "Not this size") if refused else VERDICTS[found.plan.verdict]
     seconds = _seconds_words(found.plan.seconds)
     low, high = size_words(found.plan.peak_low_bytes), size_words(found.plan.peak_high_bytes)
     need = high if low == high else f"{low} to {high}"
@@ -108,7 +109,7 @@ def panel(found: PageEstimate, *, what_if: str, fit: bool = False) -> str:
     )
     scale = max([found.card.total_bytes, *(bar.high_bytes + _outside(bar) for bar in found.bars)])
     bars = "".join(_bar(bar, scale, found.card.total_bytes) for bar in found.bars)
-    return f'<div class="plan">{head}<div class="plan-bars">{bars}</div>{_legend(found)}{_more(found)}{_cards(what_if)}</div>'
+    return f'<div class="plan">{head}{refused}<div class="plan-bars">{bars}</div>{_legend(found)}{_more(found)}{_cards(what_if)}</div>'
 
 
 def _estimating(found: PageEstimate) -> str:
@@ -142,7 +143,8 @@ def _page_units(text: str) -> str:
 def _fit_button(found: PageEstimate, fit: bool) -> str:
     if not fit:
         return ""
-    return '<button type="button" class="quiet" data-do="fit">Make it fit</button>'
+    words = "Use the plan's settings" if found.plan.verdict == "green" else "Make it fit"
+    return f'<button type="button" class="quiet" data-do="fit">{words}</button>'
 
 
 def _outside(bar: Bar) -> int:
@@ -183,7 +185,9 @@ def _legend(found: PageEstimate) -> str:
 
 def _more(found: PageEstimate) -> str:
     """The plan's sentences behind a fold, and how the last run of this kind compared."""
-    lines = [*found.sentences, f"{size_words(found.plan.ram_bytes)} of RAM are needed."]
+    alive = max((bar.high_bytes - dict(bar.segments).get("libraries and fragments", 0) for bar in found.bars), default=0)
+    lines = [*found.sentences, f"Tensors are {size_words(alive)} of it, what is told as predicted once it has run; libraries and fragments come on top."]
+    lines.append(f"{size_words(found.plan.ram_bytes)} of RAM are needed.")
     if found.plan.disk_bytes:
         lines.append(f"The model's files are {size_words(found.plan.disk_bytes)}.")
     if found.estimating:

@@ -16,7 +16,7 @@ from backend.schema.preferences import Preferences
 
 TYPING_SECONDS = 1.5
 # What one browser remembers; anything else is on disk or in the engine's snapshot.
-CHOICES = {"picture": "", "run": "", "lora": "", "card": ""}
+CHOICES = {"picture": "", "run": "", "lora": "", "card": "", "fitted": ""}
 
 
 def browser_choices() -> gr.BrowserState:

@@ -12,8 +12,8 @@ from backend.host import runs
 from backend.schema.knobs import to_values
 from backend.schema.messages import Trouble
 from backend.schema.training import TrainingConfig
-from studio import captions, form, plan_panel, presets, run_view
-from studio.asking import QUIET, ask, unchanged
+from studio import captions, fitted, form, plan_panel, presets, run_view
+from studio.asking import QUIET, ask, edited, unchanged
 from studio.session import training_file, with_known, write_config
 from studio.studio import Studio
 from studio.train import Train, command_of, drawn_editor, plan_of, remembered, set_values
@@ -63,9 +63,17 @@ def _wire_form(studio: Studio, tab: Train, ui: gr.BrowserState, redraw: Callable
             return unchanged(fields), choice
         config = with_known(config, found.plan.settings)
         wanted = {name: value for name, value in to_values(config).items() if name in found.plan.settings}
-        return form.changes(tab.form, wanted), choice
+        note = fitted.noted(tab.form, wanted, values, config.model.model, choice["fitted"])
+        return form.changes(tab.form, wanted), choice | {"fitted": note}
 
     redraw(ask(tab.plan.act, act_on_plan, [ui], fields, [ui], tab.keeping))
+
+    def take_back(model: str, choice: dict, *values):
+        wanted = fitted.taken_back(tab.form, values, model, choice["fitted"])
+        return form.changes(tab.form, wanted), choice | {"fitted": ""} if wanted else gr.skip()
+
+    model = tab.form.controls["model"]
+    ask(edited(model), take_back, [model, ui], fields, [ui], tab.keeping, trigger_mode="always_last")
 
     def choose_preset(name: str, *values):
         preset = next((item for item in presets.presets(studio.places) if item.name == name), None)

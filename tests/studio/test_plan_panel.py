@@ -52,6 +52,33 @@ def test_what_does_not_fit_is_offered_to_be_made_smaller_and_then_fits(studio):
     assert smaller.width % 16 == smaller.height % 16 == 0 and smaller.width > smaller.height
 
 
+def test_a_size_that_the_model_refuses_is_told_beside_what_fits(studio):
+    html = generate.plan_of(studio, GenerationRequest(width=256, height=256), "")
+    assert ">Fits<" not in html and ">Not this size<" in html and "This model draws 128 x 128 pixels" in html
+    assert "Not this size" not in generate.plan_of(studio, GenerationRequest(width=128, height=128), "")
+
+
+def test_what_a_receipt_will_call_predicted_is_in_the_plan(studio):
+    from backend.catalog import foresee
+    from backend.catalog.work import work_of_request
+    from backend.engine.planning import computing_of, fixed_of
+    from studio.words import size_words
+
+    request = GenerationRequest(width=128, height=128)
+    sizes, card = plan_panel.sizes_of_model(studio, request.model)[0], plan_panel.this_card(studio)
+    found = plan_panel.estimate(studio, request.model, request, what_if="")
+    alive = foresee.live_bytes(found.plan, sizes, work_of_request(request, sizes, computing=computing_of(card)), fixed_of(card))
+    assert f"Tensors are {size_words(max(alive.values()))} of it" in plan_panel.panel(found, what_if="")
+
+
+def test_settings_of_the_plan_are_offered_by_another_name_where_all_fits_without_them(studio):
+    config = from_values(TrainingConfig, {"max_pixels": 16384})
+    found = plan_panel.estimate(studio, config.model.model, config, what_if="12GiB")
+    assert found.plan.verdict == "green"
+    html = plan_panel.panel(found, what_if="12GiB", fit=True)
+    assert "Use the plan's settings" in html and "Make it fit" not in html
+
+
 def test_a_training_run_is_planned_with_its_optimizer(studio):
     html = train.plan_of(studio, from_values(TrainingConfig, {"max_pixels": 16384}), "12GiB")
     assert "Train a step" in html and "LoRA and optimizer" in html
