@@ -103,6 +103,15 @@ class Fixed:
     learnt_bytes: int = 0  # measured minus predicted, on this device and family
     on_cpu: bool = False  # whose kernels and attention run
 
+    def corrected(self, live: int) -> int:
+        """`live` bytes with what was learnt: half of them at most, since what a large job took besides says little of a small one."""
+        return live + max(-live // 2, min(live // 2, self.learnt_bytes))
+
+    def correction(self, corrected: int) -> int:
+        """What `corrected` bytes hold of it."""
+        live = corrected - self.learnt_bytes
+        return corrected - max(corrected * 2 // 3, min(2 * corrected, live))
+
 
 CPU_FIXED = Fixed(context_low_bytes=0, context_high_bytes=0, workspace_bytes=0, ram_bytes=500 * MIB, converts=False, on_cpu=True)
 

@@ -160,15 +160,15 @@ def phase(
     staging: int = 0, adapter: int = 0, ram: int = 0, seconds: tuple[float, float] = (0.0, 0.0), moments: dict[str, int] | None = None,
 ) -> PhasePlan:  # fmt: skip
     """The stacked bar of one phase."""
-    live = sum(weights.values()) + staging + adapter + fixed.learnt_bytes
-    held = live + fixed.workspace_bytes
+    live = fixed.corrected(sum(weights.values()) + staging + adapter + working.live)
+    held = live - working.live + fixed.workspace_bytes
     return PhasePlan(
         name=name,
         weights_bytes=weights,
         working_bytes=working.live,
         adapter_bytes=adapter,
         staging_bytes=staging,
-        live_bytes=max(0, live + working.live),
+        live_bytes=live,
         peak_low_bytes=max(0, held + working.least + fixed.context_low_bytes),
         peak_high_bytes=max(0, held + working.likely + fixed.context_high_bytes),
         ram_bytes=ram + fixed.ram_bytes,

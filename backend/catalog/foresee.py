@@ -51,7 +51,7 @@ def live_bytes(plan: VramPlan, sizes: ModelSizes, work: Work, fixed: Fixed) -> d
             found["encode"] = [estimate.decode(vae, estimate.encoded(point, sizes, work), dtype, fixed, stage="encode").live]
             active["encode"] = {"vae"}
     return {
-        phase: max(working) + _weights(layouts, sizes, active[phase], work) + fixed.learnt_bytes
+        phase: fixed.corrected(max(working) + _weights(layouts, sizes, active[phase], work))
         for phase, working in found.items() if working
     }  # fmt: skip
 

@@ -32,7 +32,7 @@ def remember(
 
     `known`: what the run found out about its work (`known_of`); `phases`: [predicted, measured] of each.
     """
-    held = corrected(Fixed(), card, family, file, kind=kind).learnt_bytes  # the correction that was in the prediction
+    held = corrected(Fixed(), card, family, file, kind=kind).correction(predicted_bytes)
     everything = _read(file)
     runs = everything.setdefault(_key(card, family), [])
     runs.append({

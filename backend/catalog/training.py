@@ -161,10 +161,10 @@ def _step(terms: Terms, layout: Layout, kept: PartLayout, rungs, lossy: int, bes
     ram = off_card(part, kept, work.computing)
     ram += checkpoints if layout.checkpoints_in_ram else 0
     ram += int(layout.state_bytes * numel) + grads if layout.states_in_ram else 0
-    around = sum(weights.values()) + staging + trained + fixed.learnt_bytes
+    around = sum(weights.values()) + staging + trained
     phases = [estimate.phase(
         "step", weights, working, fixed, staging=staging, adapter=trained + grads, ram=ram, seconds=_seconds(terms, layout, kept, checkpoints),
-        moments={name: max(0, around + more) for name, more in by_moment.items()},
+        moments={name: fixed.corrected(max(0, around + more)) for name, more in by_moment.items()},
     )]  # fmt: skip
     if work.samples:
         phases.append(_sample(terms, weights, staging, trained))

@@ -209,6 +209,10 @@ def test_a_measured_machine_corrects_the_next_prediction(tmp_path):
         learnt.remember(file, card, "flux", kind="generate", predicted_bytes=8 * GIB + held, measured_bytes=8 * GIB + 2**28)
     assert learnt.corrected(FIXED, card, "flux", file).learnt_bytes == 2**28
     assert learnt.corrected(FIXED, card, "other", file) is FIXED
+    for more in (2**28, -(2**28)):
+        known = replace(FIXED, learnt_bytes=more)
+        assert known.corrected(8 * GIB) == 8 * GIB + more and known.corrected(2**20) == 2**20 + (2**19 if more > 0 else -(2**19))
+        assert all(known.correction(known.corrected(live)) == known.corrected(live) - live for live in (2**20, 2**28, 8 * GIB))
     assert learnt.last(file, card, "flux")[1] == 8 * GIB + 2**28
     file.write_text("{half")
     assert learnt.corrected(FIXED, card, "flux", file) is FIXED
