@@ -9,6 +9,7 @@ from backend.families import FAMILIES
 from backend.host import processes
 from backend.host.engine import Engine
 from backend.schema.messages import to_line
+from backend.schema.vram import Card
 from studio import train
 from studio.studio import Studio
 from studio.use_graph import Use
@@ -49,3 +50,15 @@ def test_on_a_cpu_the_line_stands_on_what_the_process_holds_beside_its_tensors(d
     assert 'class="predicted"' in html and "in use, predicted peak" in html and "both with libraries" in html
     (live_run / "config.json").write_text('{"model": "nobody/nothing"}')
     assert "predicted" not in head_of(data, with_libraries=False), "nothing is known of that model"
+
+
+def test_a_machine_with_several_cards_may_train_on_all_of_them(data, monkeypatch):
+    def offered() -> bool:
+        with gr.Blocks() as page:
+            train.build(Studio(data, Engine(data, fake=True), FAMILIES))
+        return any(getattr(block, "elem_id", None) == "knob-devices" or getattr(block, "label", "") == "Devices" for block in page.blocks.values())
+
+    assert not offered()
+    cards = tuple(Card(name="RTX 4090", device=f"cuda:{number}", total_bytes=24 * 2**30, free_bytes=23 * 2**30) for number in range(2))
+    monkeypatch.setattr(train.card, "probe", lambda **_: cards)
+    assert offered()
