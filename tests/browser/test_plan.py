@@ -7,6 +7,9 @@ import statistics
 
 import pytest
 
+from studio.session import read_values, training_file
+from tests.browser.conftest import tab, wait_until
+
 pytestmark = pytest.mark.browser
 
 # Sets a field as typing does, and answers with the milliseconds until the plan's headline says something else.
@@ -52,4 +55,23 @@ def test_another_card_changes_the_verdict_s_card_and_is_marked(painted, kept_pag
     page.click('#plan [data-what=""]')
     page.wait_for_function("document.querySelector('#plan .plan-head').textContent.includes('this machine')")
     assert not page.is_visible("#plan details[open] li")
+    kept_page.check()
+
+
+def test_settings_of_a_plan_go_with_the_model_that_they_were_set_for(painted, kept_page):
+    page = kept_page(painted)
+    tab(page, "Train")
+    page.click('#train-plan [data-what="8GiB"]')
+    page.click("button.label-wrap:visible:has-text('Model')")
+    model = page.locator("#set-model textarea")
+
+    def kept() -> dict:
+        page.wait_for_timeout(50)
+        return read_values(training_file(painted.places))
+
+    model.fill("Qwen/Qwen-Image")
+    page.click('#train-plan [data-do="fit"]')
+    wait_until(lambda: kept().get("model") == "Qwen/Qwen-Image" and kept().get("offload_models"))
+    model.fill("loft/starter")
+    wait_until(lambda: "model" not in kept() and "offload_models" not in kept())
     kept_page.check()
