@@ -173,13 +173,22 @@ def peak() -> None:
                 say(f"{name}, batch {size}", f"peak RSS {rss / MIB:.0f} MiB, {seconds:.1f} CPU s")
 
 
+# A process of its own in between: what is started takes over its parent's peak, and this one may have grown by other measurements.
+_WAIT = """
+import json, os, subprocess, sys
+child = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+_, status, usage = os.wait4(child.pid, 0)
+print(json.dumps([status, usage.ru_maxrss * 1024, usage.ru_utime + usage.ru_stime]))
+"""
+
+
 def _whole(argv: list[str], data: Path) -> tuple[int, float]:
     """Peak RSS and CPU seconds of a command."""
     environment = {**ENVIRONMENT, "LOFT_DATA": str(data)}
-    child = subprocess.Popen(argv, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _, status, usage = os.wait4(child.pid, 0)
+    said = subprocess.run([sys.executable, "-c", _WAIT, *argv], env=environment, check=True, stdout=subprocess.PIPE).stdout
+    status, rss, seconds = json.loads(said)
     assert status == 0, argv
-    return usage.ru_maxrss * 1024, usage.ru_utime + usage.ru_stime
+    return rss, seconds
 
 
 def fp8(steps: int = 80) -> None:
