@@ -79,16 +79,10 @@ def check_call(*, input_image: object, tiled: object, tile_size: object, tile_st
 @contextlib.contextmanager
 def shortage_in_words(doing: str, device: object) -> Iterator[None]:
     """Raises Trouble in place of what says that memory ran out, and lets go of what that held."""
-    try:
+    with shortage.passed_over() as ran_out:
         yield
-    except shortage.KINDS as error:
-        if not shortage.is_one(error):
-            raise
-        shortage.forget(error)
-        said = shortage.trouble(memory.check_device(str(device)), error, doing=doing)
-    else:
-        return
-    raise said
+    for error in ran_out:
+        raise shortage.trouble(memory.check_device(str(device)), error, doing=doing)
 
 
 def words_of(function: Callable) -> list[str]:

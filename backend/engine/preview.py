@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -54,7 +53,7 @@ class Preview:
         coarse = torch.randn((1, channels, 8, 8), generator=torch.Generator().manual_seed(0))
         smooth = torch.nn.functional.interpolate(coarse, scale_factor=4, mode="bicubic")
         smooth = (smooth / smooth.std()).to(self.device, self.dtype)
-        with _if_there_is_memory():
+        with shortage.passed_over():
             self.learn(smooth, self.family.decode(self.parts, smooth))
 
     def learn(self, latents: torch.Tensor, pixels: torch.Tensor) -> None:
@@ -62,7 +61,7 @@ class Preview:
         cells = _with_one(latents)
         if len(cells) < 2 * cells.shape[1]:
             return
-        with _if_there_is_memory():
+        with shortage.passed_over():
             colours = torch.nn.functional.adaptive_avg_pool2d(pixels.float(), latents.shape[-2:])[0].flatten(1).T.cpu()
             self.weights = torch.linalg.lstsq(cells, colours, driver="gelsd").solution
 
@@ -77,17 +76,6 @@ class Preview:
         picture = to_picture((_with_one(latents) @ self.weights).T.reshape(3, height, width).clamp(-1, 1))
         scale = max(1, 256 // max(height, width))
         return picture.resize((width * scale, height * scale), Image.Resampling.BICUBIC)
-
-
-@contextlib.contextmanager
-def _if_there_is_memory() -> Iterator[None]:
-    """A preview is left out where memory runs out in it: the picture itself may well go on."""
-    try:
-        yield
-    except shortage.KINDS as error:
-        if not shortage.is_one(error):
-            raise
-        shortage.forget(error)
 
 
 def _with_one(latents: torch.Tensor) -> torch.Tensor:
@@ -106,7 +94,7 @@ def watched(number: int, num_steps: int, on_step: Callable[[Step], None], previe
         if step == num_steps or now - drawn < max(LEAST_SECONDS, cost / SHARE):
             return None
         picture = None
-        with _if_there_is_memory():
+        with shortage.passed_over():  # a preview is left out; the picture itself may well go on
             picture = preview.draw(estimate())
         drawn, cost = time.monotonic(), time.monotonic() - now
         return picture

@@ -9,6 +9,7 @@ Every rung is taken once in a pipeline's life, so a phase is repeated a bounded 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -81,12 +82,8 @@ def again(pipeline, part: str, work: Callable, *, when: str, own: Sequence[Rung]
 
 def _take(pipeline, rung: Rung) -> None:
     memory.give_back(pipeline.device)
-    try:
+    with shortage.passed_over():  # `work` will run out again, and the next rung is tried
         rung.take()
-    except shortage.KINDS as error:  # `work` will run out again, and the next rung is tried
-        if not shortage.is_one(error):
-            raise
-        shortage.forget(error)
     memory.give_back(pipeline.device)
 
 
@@ -191,18 +188,11 @@ def _layout(pipeline, name: str, mode: str, *, home: str = "", storage: str = ""
     now = next((str(one).removeprefix("torch.") for one in dtypes if one and "float8" in str(one)), computing)
     storage = storage or now
     if not home:
-        nbytes = sum(_numel(at) for at in pipeline.spec.parts[name].tensors.values()) * DTYPE_BYTES[storage]
+        nbytes = sum(math.prod(at.shape) for at in pipeline.spec.parts[name].tensors.values()) * DTYPE_BYTES[storage]
         room = nbytes <= RAM_SHARE * memory.ram()[1]
         known = config.offload_device or config.onload_device
         home = DISK if pipeline.device.type == "cpu" or known == DISK or not room else "ram"
     return config_of(PartLayout(mode, storage, home), str(pipeline.device), computing)
-
-
-def _numel(at) -> int:
-    count = 1
-    for size in at.shape:
-        count *= size
-    return count
 
 
 def _states(pipeline, name: str, config: VramConfig):

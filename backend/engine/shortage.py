@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import traceback
+from collections.abc import Iterator
 
 import torch
 
@@ -55,6 +57,19 @@ def forget(error: BaseException) -> None:
         waiting += [one.__cause__, one.__context__]
         traceback.clear_frames(one.__traceback__)
         one.__traceback__ = None
+
+
+@contextlib.contextmanager
+def passed_over() -> Iterator[list[BaseException]]:
+    """Where memory runs out within, goes on after it; the list then has the error, which holds no tensors any more."""
+    found: list[BaseException] = []
+    try:
+        yield found
+    except KINDS as error:
+        if not is_one(error):
+            raise
+        forget(error)
+        found.append(error)
 
 
 def trouble(device: str | torch.device, error: BaseException, *, doing: str) -> Trouble:

@@ -17,12 +17,8 @@ T = TypeVar("T")
 
 def attempt(work: Callable[[], T]) -> T | None:
     """What `work()` gives; None, with everything of it let go, where memory ran out."""
-    try:
+    with shortage.passed_over():
         return work()
-    except shortage.KINDS as error:
-        if not shortage.is_one(error):
-            raise
-        shortage.forget(error)
     memory.give_back(torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
     return None
 
