@@ -215,7 +215,7 @@ def _process_text(argv: list[str], folder: Path) -> str:
 
 def _train(config: TrainingConfig, folder: Path, reporter) -> str:
     index = places().cache / "pictures.json"
-    early.look(config, index=index)
+    data = early.look(config, index=index)
 
     import torch
     from accelerate import Accelerator, DistributedDataParallelKwargs
@@ -243,8 +243,8 @@ def _train(config: TrainingConfig, folder: Path, reporter) -> str:
         add_boards(reporter, config.output, config=to_values(config))
     config = with_plan(config, accelerator, reporter)
     if config.training.task.endswith(":data_process"):
-        return _process_data(config, accelerator, reporter, index)
-    run = set_up(config, folder, Path(config.output.output_path), accelerator, reporter, index=index)
+        return _process_data(config, accelerator, reporter, index, data)
+    run = set_up(config, folder, Path(config.output.output_path), accelerator, reporter, index=index, known=data)
     pace = pace_of(run)
     reporter.event(
         "started", total_steps=pace.total, epochs=pace.total // pace.per_epoch, model=run.base.spec.title,
@@ -259,14 +259,14 @@ def _train(config: TrainingConfig, folder: Path, reporter) -> str:
     return reason
 
 
-def _process_data(config: TrainingConfig, accelerator, reporter, index: Path) -> str:
+def _process_data(config: TrainingConfig, accelerator, reporter, index: Path, data) -> str:
     """The first of two stages: everything that needs no gradient is computed and stored in `output_path`."""
     from backend.training import stored
     from backend.training.setup import make_loader, make_source
 
     output = Path(config.output.output_path)
     load = make_loader(config, accelerator)
-    source = make_source(config, load, accelerator, reporter, index=index, into=output)
+    source = make_source(config, load, accelerator, reporter, index=index, known=data, into=output)
     if accelerator.is_main_process:
         stored.write(output, source, load.base)
         reporter.event("saved", path=str(output / stored.TABLE), step=0)

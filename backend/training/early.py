@@ -6,20 +6,20 @@ from pathlib import Path
 
 from backend.schema.messages import Trouble
 from backend.training.captions import lines_of
-from backend.training.dataset import read_dataset, read_folder
+from backend.training.dataset import Dataset, read_dataset, read_folder
 from backend.training.edits import sample_pictures
 from backend.training.extras import EDIT, listed
 
 
-def look(config, *, index: Path) -> None:
+def look(config, *, index: Path) -> Dataset | None:
     """Raises Trouble for a dataset that cannot be read and for files that are not there. What it finds out of the pictures is kept in
-    `index`, so that the run need not again."""
+    `index`. The dataset, read as the flags alone tell; None where a second stage reads none."""
     _check_resume(config.output.resume_from_checkpoint)
     for name in ("lora_checkpoint", "preset_lora_path"):
         file = getattr(config.lora, name)
         if file and not Path(file).is_file():
             raise Trouble("missing_file", f"There is no LoRA file {file} (--{name}).")
-    section, task = config.dataset, config.training.task
+    section, task, data = config.dataset, config.training.task, None
     if task.endswith(":train"):
         folder = Path(section.dataset_base_path)
         if not section.dataset_base_path or not folder.is_dir():
@@ -28,11 +28,23 @@ def look(config, *, index: Path) -> None:
                 hint=f"Make them first: the same command with --task {task.partition(':')[0]}:data_process, and its --output_path here.",
             )  # fmt: skip
     else:
-        edits = EDIT in listed(section.extra_inputs)
-        read_dataset(section, trigger=section.trigger_word, index=index, edits=edits)
+        data = read_data(config, index=index, edits=asks_edits(section))
     sample_pictures(config.samples, lines_of(config.samples.sample_prompts))
+    return data
+
+
+def asks_edits(section) -> bool:
+    """Whether the flags say that samples are edited from pictures; a model that edits has them so anyway."""
+    return EDIT in listed(section.extra_inputs)
+
+
+def read_data(config, *, index: Path, edits: bool) -> Dataset:
+    """The dataset, with the pictures that are trained along."""
+    data = read_dataset(config.dataset, trigger=config.dataset.trigger_word, index=index, edits=edits)
     if config.prior.regularisation_path:
-        read_folder(Path(config.prior.regularisation_path), prior=True)
+        prior = read_folder(Path(config.prior.regularisation_path), prior=True)
+        data = Dataset(items=(*data.items, *prior.items), notes=(*data.notes, *prior.notes), broken=data.broken)
+    return data
 
 
 def _check_resume(wanted: str | None) -> None:

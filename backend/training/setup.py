@@ -18,7 +18,8 @@ from backend.training.base import DTYPES, Base, find_base, load_parts
 from backend.training.batches import Batch
 from backend.training.beside import Beside
 from backend.training.conditions import add_samples, fill_told, is_editing, processor_of, told_to_draw
-from backend.training.dataset import Dataset, read_dataset, read_folder
+from backend.training.dataset import Dataset
+from backend.training.early import asks_edits, read_data
 from backend.training.extras import check_flags, check_steps
 from backend.training.frozen import Kept, keeping
 from backend.training.learner import Learner, named_trainable
@@ -67,11 +68,11 @@ class Loader:
         free_memory()
 
 
-def set_up(config, folder: Path, output: Path, accelerator, reporter: Reporter, *, index: Path) -> Run:
+def set_up(config, folder: Path, output: Path, accelerator, reporter: Reporter, *, index: Path, known: Dataset | None = None) -> Run:
     """Reads, loads, encodes and wraps; the run is then ready for its first step."""
     reporter.phase("loading")
     load = make_loader(config, accelerator)
-    source = make_source(config, load, accelerator, reporter, index=index)
+    source = make_source(config, load, accelerator, reporter, index=index, known=known)
     reporter.phase("loading", 1, 2)
     learner, adapter = make_learner(config, load, source)
     if shards.asked():
@@ -136,9 +137,9 @@ def make_loader(config, accelerator) -> Loader:
 
 
 def make_source(
-    config, load: Loader, accelerator, reporter: Reporter, *, index: Path, into: Path | None = None
+    config, load: Loader, accelerator, reporter: Reporter, *, index: Path, known: Dataset | None = None, into: Path | None = None
 ) -> Source:
-    """What is trained on, encoded. `into`: encodings go to that folder, for a later run."""
+    """What is trained on, encoded. `known`: the dataset as `early.look` has read it. `into`: encodings go to that folder, for a later run."""
     reporter.phase("caching")
     trains_text = "text_encoder" in load.trained or lora_part(config) == "text_encoder"
     wishes = _wishes(accelerator, reporter, trains_text=trains_text, dtype=load.dtype)
@@ -150,19 +151,12 @@ def make_source(
         if unknown:
             fill_told(source, load.base, load, wishes, unknown)
         return source
-    data = read_data(config, index=index, edits=is_editing(load.base))
+    edits = is_editing(load.base)
+    data = known if known is not None and edits == asks_edits(config.dataset) else read_data(config, index=index, edits=edits)
     for note in data.notes:
         reporter.note(note)
     check_steps((item.steps for item in data.items), config.training.batch_size)
     return prepare_source(data, load.base, config, load, wishes, folder=into, processor=load.processor_digest)
-
-
-def read_data(config, *, index: Path, edits: bool) -> Dataset:
-    data = read_dataset(config.dataset, trigger=config.dataset.trigger_word, index=index, edits=edits)
-    if config.prior.regularisation_path:
-        prior = read_folder(Path(config.prior.regularisation_path), prior=True)
-        data = Dataset(items=(*data.items, *prior.items), notes=(*data.notes, *prior.notes), broken=data.broken)
-    return data
 
 
 def make_learner(config, load: Loader, source: Source) -> tuple[Learner, Adapter | None]:
