@@ -7,6 +7,7 @@ import re
 
 from backend.catalog.rounded import METHODS, NO_GRADIENT
 from backend.catalog.sizes import ModelSizes
+from backend.catalog.text import listed
 from backend.catalog.work import STATE_BYTES, is_named, is_pattern, lora_targets, unmatched
 from backend.schema.knobs import to_values
 from backend.schema.messages import Trouble
@@ -17,7 +18,7 @@ TRAINABLE = ("dit", "text_encoder")
 def check_training(config, sizes: ModelSizes) -> None:
     """Raises Trouble for what a run of `config` with this model would end with at once."""
     values = to_values(config)
-    trained = _listed(values.get("trainable_models"))
+    trained = listed(values.get("trainable_models"))
     base = values.get("lora_base_model") or ("" if trained else "dit")
     for flag, names in (("trainable_models", trained), ("lora_base_model", (base,) if base else ())):
         for name in names:
@@ -57,7 +58,7 @@ def _check_kept(values: dict, sizes: ModelSizes, trained: tuple[str, ...], base:
     """How parts are stored and moved."""
     kept: dict[str, set[str]] = {}
     for flag in ("fp8_models", "offload_models"):
-        for entry in _listed(values.get(flag)):
+        for entry in listed(values.get(flag)):
             for name in _parts_of(entry, flag, sizes):
                 kept.setdefault(name, set()).add(flag)
     for entry in filter(str.strip, (values.get("quant_options") or "").split(";")):
@@ -107,5 +108,3 @@ def _parts_of(entry: str, flag: str, sizes: ModelSizes) -> list[str]:
     return found
 
 
-def _listed(text: str | None) -> tuple[str, ...]:
-    return tuple(name.strip() for name in (text or "").split(",") if name.strip())

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
+from backend.catalog.text import ends_with, listed
+
 BLOCK = 64  # numbers that share a factor in bitsandbytes' four bits; factors are rounded themselves, in blocks of 256
 GROUP = 128  # of torchao's four bits
 
@@ -46,7 +48,7 @@ def is_rounded(storage: str) -> bool:
 def saved_bytes(storage: str, layers: Iterable[tuple[str, int, int, int]], wide: int) -> int:
     """Bytes that `storage` saves over numbers of `wide` bytes. `layers`: (name without a block's number, rows, columns, how many)."""
     method, _, left_out = storage.partition("/")
-    ends = [end.strip() for end in left_out.split(",") if end.strip()]
+    ends = listed(left_out)
     saved = 0
     for name, rows, columns, count in layers:
         stay = min(count, sum(_kept(name, end, count) for end in ends))
@@ -65,6 +67,6 @@ def kept_bytes(storage: str, part, computing_bytes: int, *, checkpointed: bool) 
 def _kept(name: str, end: str, count: int) -> int:
     """How many of the `count` layers `name` the excluded `end` means: one where it names a block by its number."""
     bare = re.sub(r"(^|\.)\d+\.", r"\1", end)
-    if not (name == bare or name.endswith(f".{bare}")):
+    if not ends_with(name, bare):
         return 0
     return count if bare == end else 1

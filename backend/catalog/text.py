@@ -1,4 +1,4 @@
-"""Text files of any encoding."""
+"""Text that people write: files of any encoding, lists with commas, ends of modules' names."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
+
+
+def listed(text: str | None) -> tuple[str, ...]:
+    """The entries of a list with commas; empty ones are none."""
+    return tuple(entry.strip() for entry in (text or "").split(",") if entry.strip())
+
+
+def ends_with(name: str, end: str) -> bool:
+    """Whether the dotted `name` of a module ends in the whole words `end`."""
+    return name == end or name.endswith(f".{end}")
 
 
 def decode_text(data: bytes) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from backend.catalog import edited
 from backend.catalog.arrangement import FP8, TRAINING_RUNGS, Layout, PartLayout, Update, Work
 from backend.catalog.rounded import is_rounded
 from backend.catalog.sizes import ModelSizes, PartSizes, published
+from backend.catalog.text import ends_with, listed
 from backend.schema.knobs import to_values
 from backend.schema.request import GenerationRequest
 
@@ -98,7 +99,7 @@ def work_of_training(config, sizes: ModelSizes) -> tuple[Work, Layout]:
     side = math.isqrt(values["max_pixels"])
     width, height = values.get("width") or side, values.get("height") or side
     cell = sizes.geometry["compression"] * sizes.geometry["patch"]
-    full = tuple(name.strip() for name in (values.get("trainable_models") or "").split(",") if name.strip())
+    full = listed(values.get("trainable_models"))
     base = values.get("lora_base_model") or ("" if full else "dit")
     part = sizes.parts.get(full[0] if full else base) or sizes.parts["dit"]
     targets, numel = ("full", sum(sizes.parts[name].numel for name in full if name in sizes.parts)) if full else lora_size(
@@ -205,7 +206,7 @@ def _ends_of(part: PartSizes, wanted: str) -> list[str] | None:
     named = facts.get("means", {}).get(wanted, wanted)
     if named in ("", "all-linear"):
         return None
-    return facts.get("lora", {}).get(named) or [end.strip() for end in named.split(",") if end.strip()]
+    return facts.get("lora", {}).get(named) or list(listed(named))
 
 
 def unmatched(part: PartSizes, wanted: str) -> str | None:
@@ -228,7 +229,7 @@ def idle_numel(part: PartSizes, targets, rank: int) -> int:
 
 
 def _targeted(name: str, wanted: str, ends) -> bool:
-    if any(name == end or name.endswith(f".{end}") for end in ends):
+    if any(ends_with(name, end) for end in ends):
         return True
     if not is_pattern(wanted):
         return False

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
+from backend.catalog.text import ends_with
 from backend.engine import vision_tower
 from backend.engine.tape import Tape, record
 
@@ -230,7 +231,7 @@ def add_lora(module: torch.nn.Module, targets: list[str], rank: int, dtype: torc
     try:
         with _default(dtype):
             linear = [name for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)]
-            wanted = [name for name in linear if any(name == end or name.endswith(f".{end}") for end in targets)]
+            wanted = [name for name in linear if any(ends_with(name, end) for end in targets)]
             settings = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=wanted, init_lora_weights=False)
             peft.inject_adapter_in_model(settings, module)
         if thin:

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import torch
 
+from backend.catalog.text import ends_with, listed
 from backend.engine import light
 from backend.schema.messages import Trouble
 
@@ -51,15 +52,11 @@ def target_modules(module: torch.nn.Module, wanted: str, family: ModuleType, *, 
             raise Trouble("bad_value", words, hint="Correct it, or name ends of modules' names.") from None
         return found or _nothing(wanted, linear, part)
     else:
-        ends = tuple(end.strip() for end in wanted.split(",") if end.strip())
+        ends = listed(wanted)
     for end in ends:
-        if not any(_ends(name, end) for name in linear):
+        if not any(ends_with(name, end) for name in linear):
             _nothing(end, linear, part)
-    return tuple(name for name in linear if any(_ends(name, end) for end in ends))
-
-
-def _ends(name: str, end: str) -> bool:
-    return name == end or name.endswith(f".{end}")
+    return tuple(name for name in linear if any(ends_with(name, end) for end in ends))
 
 
 def _nothing(wanted: str, linear: list[str], part: str):
@@ -131,7 +128,7 @@ def _pattern(text: str | None, name: str, modules: tuple[str, ...]) -> dict[str,
     except (ValueError, TypeError, AttributeError):
         raise Trouble("bad_value", f"--{name} is {text!r}, not a JSON object of names and numbers.") from None
     for end in pattern:
-        if not any(_ends(module, end) for module in modules):
+        if not any(ends_with(module, end) for module in modules):
             raise Trouble("bad_value", f"--{name} names {end!r}, which gets no LoRA.")
         if (name == "lora_rank_pattern" and (pattern[end] < 1 or pattern[end] % 1)) or not 0 <= pattern[end] < math.inf:
             kind = "a whole number above 0" if name == "lora_rank_pattern" else "0 or more"
@@ -140,7 +137,7 @@ def _pattern(text: str | None, name: str, modules: tuple[str, ...]) -> dict[str,
 
 
 def _matching(pattern: dict[str, float], name: str, otherwise: float) -> float:
-    return next((value for end, value in pattern.items() if _ends(name, end)), otherwise)
+    return next((value for end, value in pattern.items() if ends_with(name, end)), otherwise)
 
 
 def _peft_config(section, modules: tuple[str, ...], alpha: float, ranks: dict, alphas: dict):

@@ -15,7 +15,7 @@ from pathlib import Path
 from PIL import Image, UnidentifiedImageError
 
 from backend.catalog.photo import shown_size
-from backend.catalog.text import read_text
+from backend.catalog.text import listed, read_text
 from backend.schema.messages import Trouble
 from backend.training.captions import with_trigger
 from backend.training.metadata import read_rows
@@ -73,8 +73,8 @@ def read_dataset(section, *, trigger: str = "", index: Path | None = None, edits
     column `edit_image`; otherwise that column is not read. Raises Trouble for a missing or empty
     folder, a metadata file without the right columns, and (unless `skip_broken_pictures`) a picture that cannot be read.
     """
-    bases = _listed(section.dataset_base_path)
-    metadata = _listed(section.dataset_metadata_path)
+    bases = listed(section.dataset_base_path)
+    metadata = listed(section.dataset_metadata_path)
     if not bases and not metadata:
         raise Trouble(
             "no_dataset", "No dataset folder is given.", hint="Set --dataset_base_path to a folder of pictures."
@@ -116,12 +116,8 @@ def read_folder(base: Path, *, prior: bool = False) -> Dataset:
     return _measured(items, notes, None, skip_broken=False)
 
 
-def _listed(text: str | None) -> list[str]:
-    return [part.strip() for part in (text or "").split(",") if part.strip()]
-
-
 def _weights(text: str | None, count: int) -> list[float]:
-    parts = _listed(text)
+    parts = listed(text)
     if not parts:
         return [1.0] * count
     try:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from backend.catalog.text import listed
 from backend.schema.messages import Trouble
 from backend.training.captions import lines_of
 from backend.training.dataset import Dataset, read_dataset, read_folder
 from backend.training.edits import sample_pictures
-from backend.training.extras import EDIT, listed
+from backend.training.extras import EDIT
 
 
 def look(config, *, index: Path) -> Dataset | None:

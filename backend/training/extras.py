@@ -8,14 +8,11 @@ from types import ModuleType
 
 from backend.catalog.edits import edits
 from backend.catalog.spec import ModelSpec
+from backend.catalog.text import listed
 from backend.schema.messages import Trouble
 
 EDIT = "edit_image"  # the column of pictures that a sample is edited from
 DISTILL = ("seed", "rand_device", "num_inference_steps", "cfg_scale")
-
-
-def listed(text: str | None) -> tuple[str, ...]:
-    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
 
 
 def check_flags(config, family: ModuleType, spec: ModelSpec) -> None:

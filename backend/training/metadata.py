@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from backend.catalog.text import decode_text
+from backend.catalog.text import decode_text, listed
 from backend.schema.messages import Trouble
-from backend.training.extras import EDIT, listed, read_extras
+from backend.training.extras import EDIT, read_extras
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch.nn import Linear
 from torch.nn import functional as F
 
 from backend.catalog.spec import PartSpec
+from backend.catalog.text import ends_with, listed
 from backend.engine import memory
 from backend.engine.load import let_go
 from backend.schema.messages import Trouble
@@ -61,7 +62,7 @@ def read_options(
                 hint="For example dit:int8.",
             )
         method = _method(name.strip())
-        layers = tuple(layer.strip() for layer in excluded.split(",") if layer.strip())
+        layers = listed(excluded)
         for part in sorted(parts_called(model.strip(), "quant_options", entries, parts)):
             _check_part(part, name.strip(), method, trained=trained, flowing=flowing)
             found[part] = Quantised(name.strip(), layers)
@@ -109,11 +110,11 @@ def quantise(
     """
     layers = {name: layer for name, layer in module.named_modules() if type(layer) is Linear}
     for end in how.excluded:
-        if not any(_ends(name, end) for name in layers):
+        if not any(ends_with(name, end) for name in layers):
             raise Trouble(
                 "bad_value", f"--quant_options leaves out {end!r}, but {part.name} has no linear layer of that name."
             )
-    chosen = [name for name in layers if not any(_ends(name, end) for end in how.excluded)]
+    chosen = [name for name in layers if not any(ends_with(name, end) for end in how.excluded)]
     if not chosen:
         raise Trouble("bad_value", f"The part {part.name} has no linear layer to quantise (--quant_options).")
     for name in chosen:
@@ -132,10 +133,6 @@ def quantise(
             let_go(at, maps[at.file])
     memory.give_back("cpu")
     return module.to(device).requires_grad_(False)
-
-
-def _ends(name: str, end: str) -> bool:
-    return name == end or name.endswith(f".{end}")
 
 
 class Int8Linear(Linear):

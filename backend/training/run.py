@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from backend.catalog.text import listed
 from backend.training.adapters import Adapter
 from backend.training.base import Base
 from backend.training.beside import Beside
@@ -55,7 +56,7 @@ class Run:
 
 def trained_parts(config) -> tuple[str, ...]:
     """Parts whose own weights train."""
-    return tuple(part.strip() for part in (config.training.trainable_models or "").split(",") if part.strip())
+    return listed(config.training.trainable_models)
 
 
 def lora_part(config) -> str | None:
