@@ -11,7 +11,9 @@ from pathlib import Path
 if __name__ == "__main__":
     project = str(Path(__file__).resolve().parent)
     os.environ.setdefault("LOFT_DATA", str(Path.cwd()))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [project, os.environ.get("PYTHONPATH")]))  # for a restart by name
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [project, os.environ.get("PYTHONPATH")])
+    )  # for a restart by name
     sys.path.insert(0, project)
 
     from backend.training.__main__ import main

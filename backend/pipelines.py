@@ -81,7 +81,12 @@ class ImagePipeline:
             spec = replace(spec, processor=folder, tokenizer=spec.tokenizer or folder)
         with api_values.shortage_in_words("loading", device):
             pipeline = Pipeline(
-                spec, dtype=torch_dtype, device=device, configs=configs, vram_limit_bytes=limit, fp8_products=fp8_products
+                spec,
+                dtype=torch_dtype,
+                device=device,
+                configs=configs,
+                vram_limit_bytes=limit,
+                fp8_products=fp8_products,
             )
         tell_idle_limit(pipeline)
         made = cls(pipeline)
@@ -130,11 +135,24 @@ class ImagePipeline:
         """
         if others.get("zero_cond_t") is True and getattr(getattr(self.dit, "config", None), "zero_cond_t", False):
             del others["zero_cond_t"]  # as the model's own configuration says
-        diffsynth_words.refuse(others, diffsynth_words.CALL, api_values.words_of(ImagePipeline.__call__), what="A picture")
-        api_values.check_call(input_image=input_image, tiled=tiled, tile_size=tile_size, tile_stride=tile_stride, on_step=on_step, bar=progress_bar_cmd)
+        diffsynth_words.refuse(
+            others, diffsynth_words.CALL, api_values.words_of(ImagePipeline.__call__), what="A picture"
+        )
+        api_values.check_call(
+            input_image=input_image,
+            tiled=tiled,
+            tile_size=tile_size,
+            tile_stride=tile_stride,
+            on_step=on_step,
+            bar=progress_bar_cmd,
+        )
         asked = {"guidance": cfg_scale, "height": height, "width": width, "num_inference_steps": num_inference_steps}
         edited = api_values.pictures_of(edit_image)
-        values = {**self.defaults, **self._size_of(edited), **{name: value for name, value in asked.items() if value is not None}}
+        values = {
+            **self.defaults,
+            **self._size_of(edited),
+            **{name: value for name, value in asked.items() if value is not None},
+        }
         values |= {
             "prompt": prompt,
             "negative_prompt": negative_prompt,
@@ -152,7 +170,9 @@ class ImagePipeline:
         noise = None if str(rand_device) == "cpu" else self._noise(request, rand_device)
         bar = api_values.Progress(progress_bar_cmd, request.num_inference_steps, on_step)
         with api_values.shortage_in_words("drawing", self.pipeline.device), bar as step:
-            return next(self.pipeline.draw(request, source=source, edited=edited, on_step=step, tiled=tiles, noise=noise))
+            return next(
+                self.pipeline.draw(request, source=source, edited=edited, on_step=step, tiled=tiles, noise=noise)
+            )
 
     def _size_of(self, edited: Sequence[Image.Image]) -> dict[str, int]:
         """Width and height of what is made of pictures to edit; nothing where there are none."""
@@ -207,7 +227,9 @@ class ImagePipeline:
         """Takes all LoRAs off again (of `module` only, if given); fused weights are read anew from their file, bit for bit."""
         self.pipeline.clear_loras(None if module is None else self._part_of(module))
         if verbose:
-            print("All LoRAs are taken off." if module is None else f"All LoRAs of {self._part_of(module)} are taken off.")
+            print(
+                "All LoRAs are taken off." if module is None else f"All LoRAs of {self._part_of(module)} are taken off."
+            )
 
     def enable_lora_hotloading(self, module: torch.nn.Module | None = None) -> torch.nn.Module | None:
         """From now on LoRAs for `module` (or any part) act beside its weights unless `hotload=False` is said. Returns `module`."""

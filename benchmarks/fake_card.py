@@ -69,12 +69,26 @@ REGISTER_CUDA_HOOKS(CUDAHooks)
 
 def build(folder: Path) -> Path:
     """The device as a library for the torch that is installed."""
-    home, compiler = Path(importlib.util.find_spec("torch").origin).parent, shutil.which("g++") or shutil.which("clang++")
+    home, compiler = (
+        Path(importlib.util.find_spec("torch").origin).parent,
+        shutil.which("g++") or shutil.which("clang++"),
+    )
     if compiler is None or sys.platform != "linux":
-        raise SystemExit("A card without a card needs Linux, a C++ compiler (g++ or clang++) and torch's build for CPUs.")
+        raise SystemExit(
+            "A card without a card needs Linux, a C++ compiler (g++ or clang++) and torch's build for CPUs."
+        )
     (folder / "card.cpp").write_text(SOURCE, encoding="utf-8")
     libraries = [f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu"]
-    flags = ["-std=c++20", "-O0", "-shared", "-fPIC", f"-I{home / 'include'}", str(folder / "card.cpp"), "-o", str(folder / "card.so")]
+    flags = [
+        "-std=c++20",
+        "-O0",
+        "-shared",
+        "-fPIC",
+        f"-I{home / 'include'}",
+        str(folder / "card.cpp"),
+        "-o",
+        str(folder / "card.so"),
+    ]
     subprocess.run([compiler, *flags, *libraries], check=True)
     return folder / "card.so"
 
@@ -137,7 +151,9 @@ def card() -> Iterator[Bytes]:
             if not there and getattr(kwargs.get("device"), "type", "") != "cuda":
                 return func(*args, **kwargs)
             if func is scalar:
-                return False if args[0].dtype == torch.bool else 1.0  # a number that nobody knows: finite, and no NaN among codes
+                return (
+                    False if args[0].dtype == torch.bool else 1.0
+                )  # a number that nobody knows: finite, and no NaN among codes
             given, named = tree_map_only(torch.Tensor, sized, (args, kwargs))
             with sizes:
                 found = func(*given, **named)
@@ -186,30 +202,56 @@ class _Still:
 def _runtime(torch, counted: Bytes, fake: type) -> Iterator[None]:
     """torch.cuda as it is on a card, as far as it is asked for here."""
     still, plain = _Still(), torch.UntypedStorage.data_ptr
-    kinds = importlib.import_module("torch.optim.optimizer")._foreach_supported_types  # CUDA's optimizers step on all weights at once
+    kinds = importlib.import_module(
+        "torch.optim.optimizer"
+    )._foreach_supported_types  # CUDA's optimizers step on all weights at once
     facts = SimpleNamespace(name="a card", total_memory=CARD_BYTES, major=9, minor=0, multi_processor_count=132)
     changes = {
         torch.cuda: {
-            "Stream": _Still, "Event": _Still, "stream": lambda stream: still, "current_stream": lambda *_: still,
-            "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0, "set_device": lambda *_: None,
-            "_lazy_init": lambda: None, "synchronize": lambda *_: None, "empty_cache": lambda: None,
-            "mem_get_info": lambda *_: (CARD_BYTES - counted.now, CARD_BYTES), "host_memory_stats": dict,
-            "memory_allocated": lambda *_: counted.now, "memory_reserved": lambda *_: counted.now,
-            "max_memory_allocated": lambda *_: counted.highest, "max_memory_reserved": lambda *_: counted.highest,
+            "Stream": _Still,
+            "Event": _Still,
+            "stream": lambda stream: still,
+            "current_stream": lambda *_: still,
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "current_device": lambda: 0,
+            "set_device": lambda *_: None,
+            "_lazy_init": lambda: None,
+            "synchronize": lambda *_: None,
+            "empty_cache": lambda: None,
+            "mem_get_info": lambda *_: (CARD_BYTES - counted.now, CARD_BYTES),
+            "host_memory_stats": dict,
+            "memory_allocated": lambda *_: counted.now,
+            "memory_reserved": lambda *_: counted.now,
+            "max_memory_allocated": lambda *_: counted.highest,
+            "max_memory_reserved": lambda *_: counted.highest,
             "reset_peak_memory_stats": lambda *_: setattr(counted, "highest", counted.now),
-            "get_device_name": lambda *_: facts.name, "get_device_properties": lambda *_: facts,
-            "get_device_capability": lambda *_: (9, 0), "is_bf16_supported": lambda *_: True,
-            "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8), "set_rng_state": lambda *_: None,
-            "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)], "set_rng_state_all": lambda _: None,
+            "get_device_name": lambda *_: facts.name,
+            "get_device_properties": lambda *_: facts,
+            "get_device_capability": lambda *_: (9, 0),
+            "is_bf16_supported": lambda *_: True,
+            "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
+            "set_rng_state": lambda *_: None,
+            "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
+            "set_rng_state_all": lambda _: None,
             "manual_seed_all": lambda *_: None,
         },
         torch.cuda.amp.common: {"amp_definitely_not_available": lambda: False},
-        torch.utils: {"swap_tensors": lambda mine, other: setattr(mine, "data", other.data)},  # of what a module moves or casts
+        torch.utils: {
+            "swap_tensors": lambda mine, other: setattr(mine, "data", other.data)
+        },  # of what a module moves or casts
         torch.accelerator: {"empty_host_cache": lambda: None},
         torch.Tensor: {"record_stream": lambda tensor, stream: None, "is_pinned": lambda *_: True},
-        torch.UntypedStorage: {"data_ptr": lambda storage: storage._cdata if storage.device.type == "meta" else plain(storage)},
-    }  # fmt: skip
-    before = [(owner, name, getattr(owner, name)) for owner, named in changes.items() for name in named if hasattr(owner, name)]
+        torch.UntypedStorage: {
+            "data_ptr": lambda storage: storage._cdata if storage.device.type == "meta" else plain(storage)
+        },
+    }
+    before = [
+        (owner, name, getattr(owner, name))
+        for owner, named in changes.items()
+        for name in named
+        if hasattr(owner, name)
+    ]
     for owner, named in changes.items():
         for name, value in named.items():
             setattr(owner, name, value)

@@ -49,7 +49,9 @@ class Bench:
             pictures.append(numpy.asarray(made, dtype=float))
         return pictures, list(self.latents), time.process_time() - began
 
-    def against(self, request: GenerationRequest, plain: dict, asked: dict, rounds: int = 3) -> tuple[float, float, float]:
+    def against(
+        self, request: GenerationRequest, plain: dict, asked: dict, rounds: int = 3
+    ) -> tuple[float, float, float]:
         """(time ratio, picture difference, latent difference) of `asked` against `plain`, by medians of interleaved rounds."""
         ratios = []
         for _ in range(rounds):
@@ -66,8 +68,13 @@ def cached(bench: Bench) -> None:
         request = GenerationRequest(num_inference_steps=steps)
         for threshold in THRESHOLDS:
             ratio, picture, latents = bench.against(request, {}, {"step_cache": threshold})
-            reused = [note.split(":")[1].split(" passes")[0] for note in bench.pipeline.notes if note.startswith("Step")]
-            print(f"{threshold:<14g} {steps:>5} {reused[-1].strip():>9.9} {ratio:>6.2f} {picture:>8.2f} {latents:>8.3f}", flush=True)
+            reused = [
+                note.split(":")[1].split(" passes")[0] for note in bench.pipeline.notes if note.startswith("Step")
+            ]
+            print(
+                f"{threshold:<14g} {steps:>5} {reused[-1].strip():>9.9} {ratio:>6.2f} {picture:>8.2f} {latents:>8.3f}",
+                flush=True,
+            )
 
 
 def compiles(bench: Bench) -> None:
@@ -80,7 +87,9 @@ def compiles(bench: Bench) -> None:
     bench.draw(replace(request, num_inference_steps=1), compile=True)
     first = time.monotonic() - began
     ratio, picture, latents = bench.against(request, {}, {"compile": True})
-    print(f"compiled: {len(graphs)} graph(s), {first:.0f} s before the first pictures, time {ratio:.2f}, picture {picture:.3f}, latents {latents:.1e}")
+    print(
+        f"compiled: {len(graphs)} graph(s), {first:.0f} s before the first pictures, time {ratio:.2f}, picture {picture:.3f}, latents {latents:.1e}"
+    )
 
 
 def multiplied(model: str) -> None:

@@ -100,7 +100,12 @@ def made(kind: str, package: str, config: dict, phase: str):
         if phase.endswith("checkpointed"):
             module.enable_gradient_checkpointing()
         return module, stages.train_step(module, POINT, torch.float32), True
-    call = {"denoise": stages.velocity, "text": stages.encode_text, "decode": stages.decode, "encode": stages.encode_image}[phase]
+    call = {
+        "denoise": stages.velocity,
+        "text": stages.encode_text,
+        "decode": stages.decode,
+        "encode": stages.encode_image,
+    }[phase]
     point = {"t": 224, "b": 2} if phase == "text" else POINT
     return module, lambda _: call(module, point, torch.float32), False
 
@@ -160,7 +165,10 @@ def print_networks(*, tiny: bool) -> float:
         error = predicted / measured - 1
         worst = max(worst, abs(error))
         size = f"{count / 1e6:.0f} M" if count >= 1e6 else f"{count / 1e3:.0f} k"
-        print(f"| {case[0]} | {size} | {case[3]} | {predicted / 2**20:.2f} | {measured / 2**20:.2f} | {error:+.2%} |", flush=True)
+        print(
+            f"| {case[0]} | {size} | {case[3]} | {predicted / 2**20:.2f} | {measured / 2**20:.2f} | {error:+.2%} |",
+            flush=True,
+        )
     return worst
 
 

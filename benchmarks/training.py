@@ -95,8 +95,11 @@ def pause() -> None:
         with tempfile.TemporaryDirectory() as folder:
             run = make_run(Path(folder), "--max_pixels", "16384", "--dataset_repeat", "10", "--batch_size", str(size))
             one, held, beside = (statistics.median(times) for times in zip(*_saves(run, 15), strict=True))
-            say(f"pause of a save / step, batch {size}", f"{held / one:.2f} ({held * 1000:.0f} ms); with what the next five steps "
-                f"take longer {(held + beside - 5 * one) / one:.2f}")  # fmt: skip
+            say(
+                f"pause of a save / step, batch {size}",
+                f"{held / one:.2f} ({held * 1000:.0f} ms); with what the next five steps "
+                f"take longer {(held + beside - 5 * one) / one:.2f}",
+            )
 
 
 def _saves(run, rounds: int) -> list[tuple[float, float, float]]:
@@ -161,8 +164,25 @@ def peak() -> None:
     """Peak RSS and CPU seconds of a whole run of 30 steps, and the same by hand; the starter, 128 x 128, rank 16."""
     for size in ("1", "8"):
         with tempfile.TemporaryDirectory() as folder:
-            ours = [sys.executable, "-m", "backend.training", "--dataset_base_path", str(SET), "--max_pixels", "16384", "--max_steps", "30",
-                    "--lora_rank", "16", "--batch_size", size, "--dataset_repeat", "30", "--output_path", str(Path(folder) / "run")]  # fmt: skip
+            ours = [
+                sys.executable,
+                "-m",
+                "backend.training",
+                "--dataset_base_path",
+                str(SET),
+                "--max_pixels",
+                "16384",
+                "--max_steps",
+                "30",
+                "--lora_rank",
+                "16",
+                "--batch_size",
+                size,
+                "--dataset_repeat",
+                "30",
+                "--output_path",
+                str(Path(folder) / "run"),
+            ]
             hand = [sys.executable, str(Path(__file__).with_name("training_by_hand.py")), str(SET), "30", size]
             figures = {"Loft": [], "by hand": []}
             for _ in range(3):
@@ -185,7 +205,9 @@ print(json.dumps([status, usage.ru_maxrss * 1024, usage.ru_utime + usage.ru_stim
 def _whole(argv: list[str], data: Path) -> tuple[int, float]:
     """Peak RSS and CPU seconds of a command."""
     environment = {**ENVIRONMENT, "LOFT_DATA": str(data)}
-    said = subprocess.run([sys.executable, "-c", _WAIT, *argv], env=environment, check=True, stdout=subprocess.PIPE).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", _WAIT, *argv], env=environment, check=True, stdout=subprocess.PIPE
+    ).stdout
     status, rss, seconds = json.loads(said)
     assert status == 0, argv
     return rss, seconds
@@ -194,8 +216,20 @@ def _whole(argv: list[str], data: Path) -> tuple[int, float]:
 def fp8(steps: int = 80) -> None:
     """The loss curve over a base in FP8 against the one over bf16, same seed, on the starter."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = ("--dataset_base_path", str(SET), "--max_pixels", "16384", "--max_steps", str(steps), "--dataset_repeat", "100",
-                 "--batch_size", "4", "--lora_rank", "16")  # fmt: skip
+        flags = (
+            "--dataset_base_path",
+            str(SET),
+            "--max_pixels",
+            "16384",
+            "--max_steps",
+            str(steps),
+            "--dataset_repeat",
+            "100",
+            "--batch_size",
+            "4",
+            "--lora_rank",
+            "16",
+        )
         curves = []
         for name, more in (("bf16", ()), ("fp8", ("--fp8_models", "dit,text_encoder"))):
             said = train(Path(folder) / name, *flags, *more, data=Path(folder))

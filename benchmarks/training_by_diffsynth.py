@@ -37,8 +37,11 @@ from diffsynth.diffusion.parsers import add_general_config  # noqa: E402
 from diffsynth.models.qwen_image_text_encoder import QwenImageTextEncoder  # noqa: E402
 from diffsynth.pipelines.qwen_image import QwenImagePipeline  # noqa: E402
 
-FILES = {"dit": "transformer/diffusion_pytorch_model.safetensors", "text_encoder": "text_encoder/model.safetensors",
-         "vae": "vae/diffusion_pytorch_model.safetensors"}  # fmt: skip
+FILES = {
+    "dit": "transformer/diffusion_pytorch_model.safetensors",
+    "text_encoder": "text_encoder/model.safetensors",
+    "vae": "vae/diffusion_pytorch_model.safetensors",
+}
 FLAGS = ["--learning_rate", "1e-4", "--dataset_num_workers", "0"]  # the worker's seconds would be another process's
 NEEDED = {"sft": tuple(FILES), "sft:data_process": ("text_encoder", "vae"), "sft:train": ("dit",)}
 
@@ -83,10 +86,20 @@ class Trainer(DiffusionTrainingModule):
 
     def _inputs(self, data: dict) -> tuple[dict, dict, dict]:
         shared = {
-            "input_image": data["image"], "height": data["image"].height, "width": data["image"].width, "cfg_scale": 1, "rand_device": "cpu",
-            "use_gradient_checkpointing": self.checkpointed, "use_gradient_checkpointing_offload": False, "tiled": False, "tile_size": 128,
-            "tile_stride": 64, "edit_image": None, "edit_image_auto_resize": True, "layer_num": None,
-        }  # fmt: skip
+            "input_image": data["image"],
+            "height": data["image"].height,
+            "width": data["image"].width,
+            "cfg_scale": 1,
+            "rand_device": "cpu",
+            "use_gradient_checkpointing": self.checkpointed,
+            "use_gradient_checkpointing_offload": False,
+            "tiled": False,
+            "tile_size": 128,
+            "tile_stride": 64,
+            "edit_image": None,
+            "edit_image_auto_resize": True,
+            "layer_num": None,
+        }
         return shared, {"prompt": data["prompt"]}, {"negative_prompt": ""}
 
 
@@ -105,7 +118,8 @@ class Clocked(ModelLogger):
 def teach(model: Path) -> None:
     """Adds the cut files to the table by which diffsynth knows models."""
     said = {
-        part: json.loads((model / part / "config.json").read_text(encoding="utf-8")) for part in ("text_encoder", "transformer")
+        part: json.loads((model / part / "config.json").read_text(encoding="utf-8"))
+        for part in ("text_encoder", "transformer")
     }
     words, blocks = said["text_encoder"]["text_config"]["vocab_size"], said["transformer"]["num_layers"]
     known = {one["model_name"]: one for one in reversed(MODEL_CONFIGS) if one["model_name"].startswith("qwen_image_")}
@@ -125,9 +139,12 @@ def main(model: Path, data: Path, steps: int, checkpointed: bool, task: str, fol
     operator = UnifiedDataset.default_image_operator(str(data), height=SIDE, width=SIDE)
     cached = task.endswith(":train")
     dataset = UnifiedDataset(
-        str(folder if cached else data), None if cached else str(data / "metadata.csv"), repeat=1, data_file_keys=("image",),
+        str(folder if cached else data),
+        None if cached else str(data / "metadata.csv"),
+        repeat=1,
+        data_file_keys=("image",),
         main_data_operator=operator,
-    )  # fmt: skip
+    )
     logger = Clocked(folder if task.endswith(":data_process") else folder.with_name("results"))
     flags = [*FLAGS, "--dataset_base_path", str(data), "--output_path", logger.output_path]
     accelerator, flags = Accelerator(cpu=True), add_general_config(argparse.ArgumentParser()).parse_args(flags)
@@ -136,7 +153,11 @@ def main(model: Path, data: Path, steps: int, checkpointed: bool, task: str, fol
     else:
         dataset.repeat, dataset.max_data_items = 100, steps
         launch_training_task(accelerator, dataset, trainer, logger, args=flags)
-    print(json.dumps({"steps": logger.ends.steps, **{name: spent / len(dataset) for name, spent in trainer.encoding.items()}}))
+    print(
+        json.dumps(
+            {"steps": logger.ends.steps, **{name: spent / len(dataset) for name, spent in trainer.encoding.items()}}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -29,8 +29,13 @@ def encoded(folder: Path, model: Path, side: int) -> list[tuple[torch.Tensor, to
     """Packed latents (1, tokens, channels) and text (1, tokens, width) of every picture."""
     vae = AutoencoderKLQwenImage.from_pretrained(model / "vae")
     text = Qwen2_5_VLForConditionalGeneration.from_pretrained(model / "text_encoder", dtype=torch.bfloat16)
-    pipe = QwenImagePipeline(scheduler=None, vae=vae, text_encoder=text, transformer=None,
-                             tokenizer=AutoTokenizer.from_pretrained(model / "tokenizer"))  # fmt: skip
+    pipe = QwenImagePipeline(
+        scheduler=None,
+        vae=vae,
+        text_encoder=text,
+        transformer=None,
+        tokenizer=AutoTokenizer.from_pretrained(model / "tokenizer"),
+    )
     mean = torch.tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1)
     scale = torch.tensor(vae.config.latents_std).view(1, -1, 1, 1, 1)
     pairs, captions = [], captions_of(folder)
@@ -78,10 +83,13 @@ def main(folder: Path, steps: int, batch: int, model: Path | None = None, word: 
         side = round(latents.shape[1] ** 0.5)
         with torch.autocast("cpu", torch.bfloat16):
             found = dit(
-                hidden_states=torch.lerp(latents, noise, sigma.view(-1, 1, 1)).bfloat16(), timestep=sigma,
-                encoder_hidden_states=text.bfloat16(), encoder_hidden_states_mask=mask,
-                img_shapes=[[(1, side, side)]] * batch, return_dict=False,
-            )[0]  # fmt: skip
+                hidden_states=torch.lerp(latents, noise, sigma.view(-1, 1, 1)).bfloat16(),
+                timestep=sigma,
+                encoder_hidden_states=text.bfloat16(),
+                encoder_hidden_states_mask=mask,
+                img_shapes=[[(1, side, side)]] * batch,
+                return_dict=False,
+            )[0]
         loss = (found.float() - (noise - latents)).square().mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)

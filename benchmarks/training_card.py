@@ -36,7 +36,12 @@ def tables() -> None:
 
 
 def _table(title: str, model: Path, rows: dict, folder: Path) -> None:
-    print(f"\n| {title} | " + " | ".join(f"{side} x {side} | plan" for side in SIDES) + " |\n|" + "---|" * (1 + 2 * len(SIDES)))
+    print(
+        f"\n| {title} | "
+        + " | ".join(f"{side} x {side} | plan" for side in SIDES)
+        + " |\n|"
+        + "---|" * (1 + 2 * len(SIDES))
+    )
     for name, flags in rows.items():
         cells = []
         for side in SIDES:
@@ -68,7 +73,9 @@ def measure(folder: Path, flags: list[str]) -> dict[str, int]:
         AcceleratorState._reset_state(reset_partial_state=True)
         config = from_flags(TrainingConfig, flags)
         accelerator = Accelerator(cpu=True, mixed_precision=config.training.mixed_precision)
-        PartialState().device = accelerator.state.device = torch.device("cuda:0")  # what later states begin from: autocast asks one for its device
+        PartialState().device = accelerator.state.device = torch.device(
+            "cuda:0"
+        )  # what later states begin from: autocast asks one for its device
         run = set_up(config, folder, folder, accelerator, Reporter(folder, silent=True), index=folder / "index.json")
         batch = loop._epochs(run)(0)[0]
         counted.highest = counted.now
@@ -76,7 +83,11 @@ def measure(folder: Path, flags: list[str]) -> dict[str, int]:
             loop.one_step(run, [[batch]])
         spec, texts = run.base.spec, run.source.material(batch, scale=1.0).encodings
         longest = max(one["embeds"].shape[0] for one in texts)
-    return {"card": counted.highest, "between": counted.now, "planned": planned(config, spec, folder, text_tokens=longest)}
+    return {
+        "card": counted.highest,
+        "between": counted.now,
+        "planned": planned(config, spec, folder, text_tokens=longest),
+    }
 
 
 def planned(config, spec, folder: Path, **known) -> int:
@@ -96,4 +107,7 @@ def trace(model: Path, folder: Path) -> None:
     said = json.loads((model / "transformer" / "config.json").read_text(encoding="utf-8"))
     config = {key: value for key, value in said.items() if not key.startswith("_")}
     (folder / "memory").mkdir(parents=True, exist_ok=True)
-    write(folder / "memory" / "ladder.json", [table("diffusers:QwenImageTransformer2DModel", config, facts=published()["networks"])])
+    write(
+        folder / "memory" / "ladder.json",
+        [table("diffusers:QwenImageTransformer2DModel", config, facts=published()["networks"])],
+    )

@@ -110,8 +110,13 @@ def make_model(folder: Path, num_layers: int, width: int) -> tuple[Path, int]:
     text = json.loads((folder / "text_encoder" / "config.json").read_text())["text_config"]["hidden_size"]
     channels = json.loads((PROJECT / "assets" / "starter" / "transformer" / "config.json").read_text())
     torch.manual_seed(0)
-    module = QwenImageTransformer2DModel(num_layers=num_layers, num_attention_heads=width // 128, joint_attention_dim=text,
-                                         in_channels=channels["in_channels"], out_channels=channels["out_channels"])  # fmt: skip
+    module = QwenImageTransformer2DModel(
+        num_layers=num_layers,
+        num_attention_heads=width // 128,
+        joint_attention_dim=text,
+        in_channels=channels["in_channels"],
+        out_channels=channels["out_channels"],
+    )
     module.to(torch.bfloat16).save_pretrained(folder / "transformer")
     return folder, sum(weight.numel() for weight in module.parameters())
 

@@ -25,8 +25,20 @@ HERE = Path(__file__).resolve().parent
 PROJECT = HERE.parent
 STARTER = PROJECT / "assets" / "starter"
 SET = PROJECT / "assets" / "datasets" / "character"
-TARGETS = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_out.0", "to_add_out",
-           "img_mlp.net.2", "img_mod.1", "txt_mlp.net.2", "txt_mod.1")  # fmt: skip
+TARGETS = (
+    "to_q",
+    "to_k",
+    "to_v",
+    "add_q_proj",
+    "add_k_proj",
+    "add_v_proj",
+    "to_out.0",
+    "to_add_out",
+    "img_mlp.net.2",
+    "img_mod.1",
+    "txt_mlp.net.2",
+    "txt_mod.1",
+)
 RANK, SIDE, PICTURES = 32, 256, 4
 BLOCKS, LAYERS = 2, 1  # of 60 and 28
 MIB = 2**20
@@ -48,7 +60,9 @@ def peers(folder: str | None = None, *, rounds: int = 3, steps: int = 5) -> None
             print(f"| {name} | {_line(each)} |", flush=True)
         for word in ("without", "with") if folder else ():
             cached, encoded = found[f"diffsynth sft:train, {word}"], found[f"diffsynth sft, {word}"]
-            print(f"of the whole model, {word} checkpointing: sft / sft:train would be {_of_whole(cached, encoded):.2f}")
+            print(
+                f"of the whole model, {word} checkpointing: sft / sft:train would be {_of_whole(cached, encoded):.2f}"
+            )
 
 
 def _of_whole(cached: list[dict], encoded: list[dict]) -> float:
@@ -78,9 +92,12 @@ def _programs(made: Path, folder: str | None, steps: int) -> Iterator[tuple[str,
 def _whole(argv: list[str], data: Path) -> dict:
     """What a program printed last (`steps`: CPU seconds of each; more by name), and its peak RSS in bytes."""
     environment = {
-        **os.environ, "PYTHONPATH": f"{PROJECT}{os.pathsep}{HERE}", "LOFT_DATA": str(data), "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "PYTHONPATH": f"{PROJECT}{os.pathsep}{HERE}",
+        "LOFT_DATA": str(data),
+        "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
-    }  # fmt: skip
+    }
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as wrong:
         child = subprocess.Popen(argv, env=environment, stdout=said, stderr=wrong)
         _, status, usage = os.wait4(child.pid, 0)
@@ -121,11 +138,33 @@ def run_loft(model: Path, data: Path, steps: int, word: str, output: Path) -> No
     ends = Ends()
     loop.one_step = _noted(loop.one_step, ends)
     flags = ["--use_gradient_checkpointing"] if word == "checkpointed" else []
-    status = main([
-        "--model", str(model), "--dataset_base_path", str(data), "--dataset_metadata_path", str(data / "metadata.csv"),
-        "--height", str(SIDE), "--width", str(SIDE), "--dataset_repeat", "100", "--max_steps", str(steps), "--output_path", str(output),
-        "--lora_base_model", "dit", "--lora_target_modules", ",".join(TARGETS), "--lora_rank", str(RANK), *flags,
-    ])  # fmt: skip
+    status = main(
+        [
+            "--model",
+            str(model),
+            "--dataset_base_path",
+            str(data),
+            "--dataset_metadata_path",
+            str(data / "metadata.csv"),
+            "--height",
+            str(SIDE),
+            "--width",
+            str(SIDE),
+            "--dataset_repeat",
+            "100",
+            "--max_steps",
+            str(steps),
+            "--output_path",
+            str(output),
+            "--lora_base_model",
+            "dit",
+            "--lora_target_modules",
+            ",".join(TARGETS),
+            "--lora_rank",
+            str(RANK),
+            *flags,
+        ]
+    )
     if status:
         raise SystemExit(status)
     print(json.dumps({"steps": ends.steps}))
@@ -162,10 +201,16 @@ def make_model(folder: Path, *, blocks: int = BLOCKS, layers: int = LAYERS) -> N
     said = json.loads((STARTER / "text_encoder" / "config.json").read_text(encoding="utf-8"))
     words = said["text_config"]["vocab_size"]
     said["text_config"] |= {
-        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": layers, "num_attention_heads": 28, "num_key_value_heads": 4,
-        "layer_types": ["full_attention"] * layers, "rms_norm_eps": 1e-6, "vocab_size": words,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "layer_types": ["full_attention"] * layers,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": words,
         "rope_parameters": {"mrope_section": [16, 24, 24], "rope_theta": 1000000.0, "rope_type": "default"},
-    }  # fmt: skip
+    }
     with torch.device("meta"):
         networks = {
             "transformer": QwenImageTransformer2DModel(num_layers=blocks),

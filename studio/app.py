@@ -156,6 +156,7 @@ def _wire_load(studio, page, timer, tabs, ui, here, generate_tab, train_tab, pre
     """Brings the forms back. The page may have been typed into before the answer comes: that stays."""
     parts = (generate_tab, train_tab, preferences_tab)
     groups = [tab.fields if tab is generate_tab else tab.form.components for tab in parts]
+
     def load(choice: dict, tab: str, *_):
         request, loras = generate.remembered(studio)
         found = shelf.models(studio)
@@ -167,8 +168,13 @@ def _wire_load(studio, page, timer, tabs, ui, here, generate_tab, train_tab, pre
         training, rest = train.fill_remembered(studio, train_tab)
         kept = form.fill(preferences_tab.form, studio.preferences())
         return [
-            [*fields, *training, *kept], _whole(choice), gr.Timer(active=True), gr.Tabs(selected=tab or "generate"), *others, *rest,
-        ]  # fmt: skip
+            [*fields, *training, *kept],
+            _whole(choice),
+            gr.Timer(active=True),
+            gr.Tabs(selected=tab or "generate"),
+            *others,
+            *rest,
+        ]
 
     outputs = [ui, timer, tabs, *generate_tab.others, *train_tab.others]
     every = [part for group in groups for part in group]

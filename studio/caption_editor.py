@@ -66,8 +66,14 @@ def editor(folder: Path, *, page: int, was: str = "", undone: Sequence[str] = ()
     words = count_words(len(found), "picture") + (f", captions from {table.name}" if table else "")
     words += ", each with what it was edited from" if any(sample.edited_from for sample in found) else ""
     save = "" if table else '<button type="button" class="quiet" data-do="save" data-collect>Save captions</button>'
-    undo = "" if table else '<button type="button" class="quiet" data-do="undo" data-collect title="Captions as before the last save">Undo</button>'
-    gone = safe(json.dumps([time.time_ns(), *undone] if undone else []))  # never what it was before, or the page would leave it as it is
+    undo = (
+        ""
+        if table
+        else '<button type="button" class="quiet" data-do="undo" data-collect title="Captions as before the last save">Undo</button>'
+    )
+    gone = safe(
+        json.dumps([time.time_ns(), *undone] if undone else [])
+    )  # never what it was before, or the page would leave it as it is
     return f'<div class="editor-head" data-set="{safe(folder)}" data-was="{safe(was)}" data-undone="{gone}"><b>{safe(words)}</b>{_turn(page, pages)}{save}{undo}</div><div class="captions">{tiles}</div>'
 
 
@@ -88,7 +94,11 @@ def _tile(sample: Captioned, folder: Path, *, fixed: bool) -> str:
     field = "readonly" if fixed else f'data-field="{safe(path.relative_to(folder).as_posix())}"'
     before = "".join(_image(source) for source in sample.edited_from[:MOST_SOURCES])
     more = f"<small>+{len(sample.edited_from) - MOST_SOURCES}</small>" if len(sample.edited_from) > MOST_SOURCES else ""
-    sources = f'<span class="sources">{before}{more}</span><span class="becomes" title="is edited to">→</span>' if before else ""
+    sources = (
+        f'<span class="sources">{before}{more}</span><span class="becomes" title="is edited to">→</span>'
+        if before
+        else ""
+    )
     return (
         f'<label class="captioned{" edited" if before else ""}">{sources}{_image(path)}'
         f'<textarea rows="3" {field} placeholder="No caption" aria-label="Caption of {safe(path.name)}">{safe(sample.caption)}</textarea>'

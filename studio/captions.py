@@ -110,9 +110,10 @@ def samples_in(folder: Path) -> list[Captioned]:
     rows = table_rows(table)
     if not rows:
         raise Trouble(
-            "empty_dataset", f"{table.name} in {folder} names no pictures.",
+            "empty_dataset",
+            f"{table.name} in {folder} names no pictures.",
             hint="A row for each picture: its file under `image`, its caption under `prompt`.",
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -177,7 +178,9 @@ def undo(folder: Path) -> tuple[list[str], str]:
     What was saved then is kept in its place, in a folder that ends with `UNDONE`; the next call takes back the save before.
     """
     there = folder / EARLIER
-    saves = sorted(path for path in there.iterdir() if path.is_dir() and path.suffix != UNDONE) if there.is_dir() else []
+    saves = (
+        sorted(path for path in there.iterdir() if path.is_dir() and path.suffix != UNDONE) if there.is_dir() else []
+    )
     if not saves:
         return [], "There is no save of captions to take back here."
     texts = {path.relative_to(saves[-1]) for path in saves[-1].rglob("*.txt") if not path.name.startswith(".")}
@@ -185,7 +188,9 @@ def undo(folder: Path) -> tuple[list[str], str]:
         _swap(folder / text, saves[-1] / text)
     saves[-1].rename(_free_name(there, saves[-1].name + UNDONE))
     names = [path.relative_to(folder) for path in pictures_in(folder)]
-    return [name.as_posix() for name in names if name.with_suffix(".txt") in texts], f"{count_words(len(texts), 'caption')} as before the last save."
+    return [
+        name.as_posix() for name in names if name.with_suffix(".txt") in texts
+    ], f"{count_words(len(texts), 'caption')} as before the last save."
 
 
 def _swap(one: Path, other: Path) -> None:

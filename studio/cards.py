@@ -83,7 +83,9 @@ def _card(spec: LoraSpec, model_family: str, shown: str, studio: Studio, now: fl
     line = ", ".join(part for part in (family, kind, size_words(spec.nbytes)) if part)
     picture = picture_of(spec, studio)
     face = (
-        f'<img loading="lazy" src="{picture}" alt="">' if picture else f'<span class="face">{safe(spec.path.stem[:1].upper())}</span>'
+        f'<img loading="lazy" src="{picture}" alt="">'
+        if picture
+        else f'<span class="face">{safe(spec.path.stem[:1].upper())}</span>'
     )
     words = f'<span class="trigger">{safe(", ".join(spec.trigger_words[:3])) or "&nbsp;"}</span>'
     why = fits(spec, model_family, studio)
@@ -111,7 +113,9 @@ def lora_details(spec: LoraSpec | None, *, model_family: str, strengths: str, st
     if spec is None:
         return '<div class="stage empty small"><p>Choose a LoRA to see what it is.</p></div>'
     why = fits(spec, model_family, studio)
-    verdict = notice(why, kind="warn") if why else notice("Made for the family of the model chosen in Generate.", kind="good")
+    verdict = (
+        notice(why, kind="warn") if why else notice("Made for the family of the model chosen in Generate.", kind="good")
+    )
     picture = picture_of(spec, studio)
     face = f'<img class="detail-face" src="{picture}" alt="">' if picture else ""
     rows = [
@@ -141,7 +145,11 @@ def _training(spec: LoraSpec) -> str:
     """How it was trained, as far as the file tells."""
     values = again.settings_of(spec)
     rows = [(label, values.get(name)) for name, label in TRAINING.items()]
-    told = [(label, f"{value:g}" if isinstance(value, float) else str(value)) for label, value in rows if value not in (None, "")]
+    told = [
+        (label, f"{value:g}" if isinstance(value, float) else str(value))
+        for label, value in rows
+        if value not in (None, "")
+    ]
     return f'<h3 class="section">Training</h3>{facts(told)}' if told else ""
 
 
@@ -161,7 +169,9 @@ def model_cards(found: Sequence, studio: Studio) -> str:
     lines = []
     for entry in found:
         if isinstance(entry, ModelSpec):
-            parts = ", ".join(f"{part_words(name)} {size_words(part.nbytes)} {part.storage}" for name, part in entry.parts.items())
+            parts = ", ".join(
+                f"{part_words(name)} {size_words(part.nbytes)} {part.storage}" for name, part in entry.parts.items()
+            )
             missing = (
                 f'<span class="pill warn">missing: {safe(", ".join(entry.missing))}</span>' if entry.missing else ""
             )

@@ -95,7 +95,11 @@ def _tile(studio: Studio, path: Path, at: int, count: int) -> str:
         moves = button(f"{name}: one to the left", "move", [at, at - 1], "‹", off=at == 0)
         moves += button(f"{name}: one to the right", "move", [at, at + 1], "›", off=at == count - 1)
     small = thumbnail(path, studio.places.cache)
-    image = f'<img src="{studio.address(small)}" alt="{safe(name)}" draggable="false">' if path.is_file() else "<i>not here</i>"
+    image = (
+        f'<img src="{studio.address(small)}" alt="{safe(name)}" draggable="false">'
+        if path.is_file()
+        else "<i>not here</i>"
+    )
     return (
         f'<figure class="edit-tile" data-at="{at}" draggable="true">{image}{button(f"Remove {name}", "remove", at, "✕")}'
         f"<figcaption><span>{name}</span>{moves}</figcaption></figure>"
@@ -125,7 +129,9 @@ def _taken(path: Path, places: Places) -> str:
         with Image.open(path) as picture:
             picture.verify()
     except (OSError, UnidentifiedImageError, ValueError, SyntaxError, Image.DecompressionBombError):
-        raise Trouble("bad_value", f"{path.name} is not a picture that can be read.", hint="Choose a PNG, JPEG or WebP file.") from None
+        raise Trouble(
+            "bad_value", f"{path.name} is not a picture that can be read.", hint="Choose a PNG, JPEG or WebP file."
+        ) from None
     return str(keep_input(path, places))
 
 
@@ -138,4 +144,8 @@ def check_here(paths: Sequence[str], places: Places) -> None:
     """Raises Trouble for the first of `paths` that is not one of the studio's own files."""
     for number, path in enumerate(paths, 1):
         if not is_ours(path, places):
-            raise Trouble("bad_value", f"Picture {number}, {Path(path).name}, is not here any more.", hint="Remove it or add it again.")
+            raise Trouble(
+                "bad_value",
+                f"Picture {number}, {Path(path).name}, is not here any more.",
+                hint="Remove it or add it again.",
+            )

@@ -186,9 +186,7 @@ def faults(form: Form, values: Sequence) -> dict[str, str]:
 def changes(form: Form, wanted: dict[str, object]) -> list:
     """An update for each control of those of `wanted` (values or `gr.update`s by knob name), none for the others."""
     known = {item.name: item for item in knobs_of(form.cls)}
-    return [
-        gr.skip() if name not in wanted else _update(known[name], wanted[name]) for name in form.controls
-    ]
+    return [gr.skip() if name not in wanted else _update(known[name], wanted[name]) for name in form.controls]
 
 
 def _update(item: Knob, value: object) -> object:

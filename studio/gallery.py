@@ -111,7 +111,11 @@ def _memory_words(settings: Settings) -> str:
     if not settings.measured_peak_bytes:
         return ""
     measured = f"tensors at most {size_words(settings.measured_peak_bytes)}"
-    return f"{measured}, predicted {size_words(settings.predicted_peak_bytes)}" if settings.predicted_peak_bytes else measured
+    return (
+        f"{measured}, predicted {size_words(settings.predicted_peak_bytes)}"
+        if settings.predicted_peak_bytes
+        else measured
+    )
 
 
 def _lora_line(use: dict) -> str:

@@ -107,7 +107,11 @@ def fault_of_edits(studio: Studio, request: GenerationRequest, *, must: bool = F
 def for_its_model(studio: Studio, request: GenerationRequest) -> GenerationRequest:
     """`request` without pictures to edit where its model edits none: their row is not shown, and the form keeps them."""
     found = shelf.models(studio) if request.edit_images else ()
-    return request if not request.edit_images or shelf.edits(found, request.model, studio) else replace(request, edit_images=())
+    return (
+        request
+        if not request.edit_images or shelf.edits(found, request.model, studio)
+        else replace(request, edit_images=())
+    )
 
 
 def whole_request(studio: Studio) -> GenerationRequest:
@@ -153,7 +157,12 @@ def view(
         "thumbs": (choice["picture"], stamp(studio.places.outputs), most),
         "busy": busy(snapshot),
         "edited": (str(kept.get("model", "")), tuple(kept.get("edit_images") or ())),
-        "plan": (kept if "plan" not in seen or settled(request_file(studio.places)) else seen["plan"][0], choice["card"], snapshot.state, plan_panel.answers(studio)),
+        "plan": (
+            kept if "plan" not in seen or settled(request_file(studio.places)) else seen["plan"][0],
+            choice["card"],
+            snapshot.state,
+            plan_panel.answers(studio),
+        ),
     }
     fresh = {name for name, value in now.items() if seen.get(name) != value}
     picture = None
@@ -164,11 +173,7 @@ def view(
         predicted = predicted_bytes(studio, snapshot.job.request) if snapshot.job else 0
         out[0] = progress_panel(snapshot) + graph(seen.get("use", ()), use, predicted=predicted, told=snapshot.memory)
     if "stage" in fresh:
-        out[1] = (
-            gallery.preview_stage(Path(preview) if preview else None)
-            if making
-            else gallery.stage(studio, picture)
-        )
+        out[1] = gallery.preview_stage(Path(preview) if preview else None) if making else gallery.stage(studio, picture)
         out[2] = "" if making else gallery.receipt(studio, picture)
         for i in range(len(tab.actions)):
             out[8 + i] = gr.update(visible=not making and picture is not None)
@@ -204,7 +209,9 @@ def plan_of(studio: Studio, request: GenerationRequest, what_if: str) -> str:
         found = plan_panel.estimate(studio, request.model, request, what_if=what_if)
     except Trouble as trouble:
         return plan_panel.no_panel(trouble)
-    return plan_panel.panel(found, what_if=what_if, fit=found.plan.verdict == "red", refused=_refused_size(studio, request))
+    return plan_panel.panel(
+        found, what_if=what_if, fit=found.plan.verdict == "red", refused=_refused_size(studio, request)
+    )
 
 
 def _refused_size(studio: Studio, request: GenerationRequest) -> str:

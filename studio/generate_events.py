@@ -21,9 +21,7 @@ from studio.words import faults_style, notice, trouble_notice
 
 GUESS_SEEDS = 2**32
 # On a narrow window the picture lies below the form.
-SHOW_STAGE = (
-    "(said) => { if (!said && innerWidth <= 820) document.querySelector('#stage').scrollIntoView({behavior: 'smooth'}); }"
-)
+SHOW_STAGE = "(said) => { if (!said && innerWidth <= 820) document.querySelector('#stage').scrollIntoView({behavior: 'smooth'}); }"
 
 # What was wrong with a form is no longer so once the form is another; what it merely says stays.
 WITHOUT_FAULT = "(said) => (said?.includes('notice bad') ? '' : said)"
@@ -58,7 +56,9 @@ def _wire_form(studio: Studio, tab: Generate, ui: gr.BrowserState, redraw: Calla
             return gr.skip(), ""  # the picture it starts from is being replaced; the next change comes soon
         keep(studio, tab, request, values)
         wrong = fault_of_edits(studio, for_its_model(studio, request))
-        return plan_of(studio, request, choice["card"]), faults_style({"edit_images": wrong} if wrong else {}, prefix="set-")
+        return plan_of(studio, request, choice["card"]), faults_style(
+            {"edit_images": wrong} if wrong else {}, prefix="set-"
+        )
 
     also = (tab.start_picture.change, tab.rows.count.change)
     tab.keeping.keep(changed, tab.fields, [ui], tab.inputs, [tab.plan, tab.faults], *also)
@@ -129,7 +129,9 @@ def _wire_go(studio: Studio, tab: Generate, ui: gr.BrowserState, redraw: Callabl
     typed = [edited(tab.form.controls[name]) for name in ("prompt", "width", "height")]
     for event in (*typed, tab.edited.act):
         event(None, tab.said, tab.said, js=WITHOUT_FAULT, **QUIET)
-    tab.form.controls["model"].input(None, None, tab.said, js="() => ''", **QUIET)  # what was said was said of another model
+    tab.form.controls["model"].input(
+        None, None, tab.said, js="() => ''", **QUIET
+    )  # what was said was said of another model
     redraw(tab.cancel.click(lambda: studio.engine.cancel(), None, None, **QUIET))
 
 

@@ -40,8 +40,16 @@ def build(studio: Studio) -> Generate:
         with gr.Column(scale=7, min_width=330, elem_classes="right"):
             shown = _shown()
     return Generate(
-        form=Form(GenerationRequest, made), edited=edited, rows=rows, drop=drop, keeping=keeping(), **pressed, **seeds, **start, **shown,
-    )  # fmt: skip
+        form=Form(GenerationRequest, made),
+        edited=edited,
+        rows=rows,
+        drop=drop,
+        keeping=keeping(),
+        **pressed,
+        **seeds,
+        **start,
+        **shown,
+    )
 
 
 def _control(request: GenerationRequest, name: str, **look) -> gr.components.Component:
@@ -116,7 +124,8 @@ def _shown() -> dict:
     stage = live(name="stage")
     with gr.Row(elem_classes="actions"):
         actions = tuple(
-            gr.Button(label, size="sm", min_width=90, visible=False, elem_id=f"picture-{i}") for i, label in enumerate(ACTIONS)
+            gr.Button(label, size="sm", min_width=90, visible=False, elem_id=f"picture-{i}")
+            for i, label in enumerate(ACTIONS)
         )
     progress, receipt, thumbs = (live(name=name) for name in ("progress", "receipt", "thumbs"))
     return {"stage": stage, "progress": progress, "actions": actions, "receipt": receipt, "thumbs": thumbs}

@@ -45,13 +45,22 @@ def build(studio: Studio) -> ModelsTab:
         with gr.Column(scale=7, min_width=330, elem_classes="left"):
             with gr.Row(elem_classes="fields search-row"):
                 search = gr.Textbox(
-                    show_label=False, placeholder="Name, family, trigger word, trainer", elem_id="lora-search",
-                    scale=3, min_width=180, container=False,
-                )  # fmt: skip
-                only = gr.Dropdown(
-                    [ALL, FITTING, *families], value=ALL, show_label=False, elem_id="lora-only", scale=3, min_width=280,
+                    show_label=False,
+                    placeholder="Name, family, trigger word, trainer",
+                    elem_id="lora-search",
+                    scale=3,
+                    min_width=180,
                     container=False,
-                )  # fmt: skip
+                )
+                only = gr.Dropdown(
+                    [ALL, FITTING, *families],
+                    value=ALL,
+                    show_label=False,
+                    elem_id="lora-only",
+                    scale=3,
+                    min_width=280,
+                    container=False,
+                )
                 refresh = gr.Button("Look again", size="sm", scale=0, min_width=100, elem_id="lora-refresh")
             region = live(name="lora-cards")
             gr.HTML('<h3 class="section">Models</h3>')
@@ -71,9 +80,13 @@ def build(studio: Studio) -> ModelsTab:
                 }
             details = live(name="lora-details")
             family = gr.Dropdown(
-                [UNKNOWN, *families], value=UNKNOWN, visible=False, label="Family", elem_id="lora-family",
+                [UNKNOWN, *families],
+                value=UNKNOWN,
+                visible=False,
+                label="Family",
+                elem_id="lora-family",
                 info="Where it was not recognised, or wrongly, say what it is for.",
-            )  # fmt: skip
+            )
     return ModelsTab(search, only, refresh, region, details, actions, buttons, family, said, models, made)
 
 

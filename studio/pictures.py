@@ -88,7 +88,9 @@ def read_settings(path: Path) -> Settings:
 def _settings_of(values: dict) -> Settings:
     """The settings in what a file says. Raises one of many errors where that is something else: it may come from a stranger."""
     request, seed = dict(values["request"]), values.get("seed")
-    request["loras"] = [{"path": str(use["path"]), "strength": float(use.get("strength", 1.0))} for use in request.get("loras") or ()]
+    request["loras"] = [
+        {"path": str(use["path"]), "strength": float(use.get("strength", 1.0))} for use in request.get("loras") or ()
+    ]
     request["edit_images"] = [str(path) for path in request.get("edit_images") or ()]
     return Settings(
         request=request,

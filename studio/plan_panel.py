@@ -27,7 +27,14 @@ COLOURS = {
     "used by others": "--others",
     "reserve": "--reserve",
 }
-PARTS = {"dit": "--part-1", "text_encoder": "--part-2", "vae": "--part-3", "dit2": "--part-4", "text_encoder_2": "--part-4", "vision": "--part-5"}
+PARTS = {
+    "dit": "--part-1",
+    "text_encoder": "--part-2",
+    "vae": "--part-3",
+    "dit2": "--part-4",
+    "text_encoder_2": "--part-4",
+    "vision": "--part-5",
+}
 # mixed from the theme's own colours, so that they follow it
 MIXED = {
     "--libraries": "color-mix(in srgb, var(--others) 55%, var(--reserve))",
@@ -59,7 +66,10 @@ def sizes_of_model(studio: Studio, value: str) -> tuple[ModelSizes, bool]:
     """Sizes of the model that a form calls `value`, and whether somebody is finding out more: from its files' headers, here or far away,
     else as published. Raises Trouble for a model of which nothing is known (yet)."""
     here = shelf.models(studio)
-    spec = next((one for one in here if isinstance(one, ModelSpec) and value in (shelf.model_id(one, studio), str(one.path))), None)
+    spec = next(
+        (one for one in here if isinstance(one, ModelSpec) and value in (shelf.model_id(one, studio), str(one.path))),
+        None,
+    )
     far = remote.known(value, studio.families, here=studio.places) if spec is None and is_id(value) else None
     spec = far if isinstance(far, ModelSpec) else spec
     if spec is not None:
@@ -185,8 +195,13 @@ def _legend(found: PageEstimate) -> str:
 
 def _more(found: PageEstimate) -> str:
     """The plan's sentences behind a fold, and how the last run of this kind compared."""
-    alive = max((bar.high_bytes - dict(bar.segments).get("libraries and fragments", 0) for bar in found.bars), default=0)
-    lines = [*found.sentences, f"Tensors are {size_words(alive)} of it, what is told as predicted once it has run; libraries and fragments come on top."]
+    alive = max(
+        (bar.high_bytes - dict(bar.segments).get("libraries and fragments", 0) for bar in found.bars), default=0
+    )
+    lines = [
+        *found.sentences,
+        f"Tensors are {size_words(alive)} of it, what is told as predicted once it has run; libraries and fragments come on top.",
+    ]
     lines.append(f"{size_words(found.plan.ram_bytes)} of RAM are needed.")
     if found.plan.disk_bytes:
         lines.append(f"The model's files are {size_words(found.plan.disk_bytes)}.")

@@ -32,7 +32,10 @@ PHASE_WORDS = {
 }
 MOST_SAMPLE_ROWS = 12
 MOST_RUNS = 100
-EARLY, FEW_STEPS = 5, 100  # the curve's axis ends at most so many times as far as the run is, and not before so many steps
+EARLY, FEW_STEPS = (
+    5,
+    100,
+)  # the curve's axis ends at most so many times as far as the run is, and not before so many steps
 
 
 def choose(runs: Sequence[Run], wish: str) -> Run | None:
@@ -127,8 +130,14 @@ def loss_curve(run: Run | None, series: LossSeries) -> str:
     """The losses as they came, the run's loss as it went, and dots for the pictures held back from training."""
     if run is None or not (series.steps or run.live):
         return ""
-    points, mean = (list(zip(map(float, series.steps), values, strict=True)) for values in (series.losses, series.means))
-    said = f"Loss {run.loss:.4g} at step {run.step}, the mean of the last {run.loss_steps} steps." if run.loss is not None else ""
+    points, mean = (
+        list(zip(map(float, series.steps), values, strict=True)) for values in (series.losses, series.means)
+    )
+    said = (
+        f"Loss {run.loss:.4g} at step {run.step}, the mean of the last {run.loss_steps} steps."
+        if run.loss is not None
+        else ""
+    )
     if series.validation:
         step, loss = series.validation[-1]
         said += f" Dots: on pictures that are not trained on, {loss:.4g} at step {step}."

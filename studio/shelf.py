@@ -111,10 +111,14 @@ def edits(found: Sequence[ModelSpec | Trouble], value: str, studio: Studio) -> b
         family = sizes_of(value.rsplit("/", 1)[-1]).family
     except Trouble:
         return False
-    return "edit" in value.lower() and any(getattr(module, "EDITING", ()) for module in studio.families if family == module.NAME)
+    return "edit" in value.lower() and any(
+        getattr(module, "EDITING", ()) for module in studio.families if family == module.NAME
+    )
 
 
-def check_edits(found: Sequence[ModelSpec | Trouble], request: GenerationRequest, studio: Studio, *, must: bool) -> None:
+def check_edits(
+    found: Sequence[ModelSpec | Trouble], request: GenerationRequest, studio: Studio, *, must: bool
+) -> None:
     """Raises Trouble where the model of `request` is here and cannot work from so many pictures, or (`must`) lacks one."""
     for spec, module in _called(found, request.model, studio):
         catalog_edits.check(spec, module, len(request.edit_images), must=must)
@@ -122,7 +126,9 @@ def check_edits(found: Sequence[ModelSpec | Trouble], request: GenerationRequest
 
 def _called(found: Sequence[ModelSpec | Trouble], value: str, studio: Studio) -> list[tuple[ModelSpec, ModuleType]]:
     """The models that a request calls `value`, each with its family."""
-    specs = [spec for spec in found if isinstance(spec, ModelSpec) and value in (model_id(spec, studio), str(spec.path))]
+    specs = [
+        spec for spec in found if isinstance(spec, ModelSpec) and value in (model_id(spec, studio), str(spec.path))
+    ]
     return [(spec, module) for spec in specs for module in studio.families if spec.family == module.NAME]
 
 

@@ -17,7 +17,9 @@ from backend.schema.messages import Trouble
 
 MOST_BYTES = 2**31  # larger files are not read for a picture of bars
 MOST_NUMBERS = 2**26  # of a change that has to be formed whole
-_BLOCK = re.compile(r"(?:^|[._])((?:[a-z]+_)*(?:blocks?|layers?|refiner|resnets|attentions)(?:[._]\d+)+)", re.IGNORECASE)
+_BLOCK = re.compile(
+    r"(?:^|[._])((?:[a-z]+_)*(?:blocks?|layers?|refiner|resnets|attentions)(?:[._]\d+)+)", re.IGNORECASE
+)
 _READ = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}
 
 
@@ -105,7 +107,20 @@ def block_of(stem: str) -> str:
 def _order(name: str) -> tuple:
     """Double blocks before single ones, the way down before the way up, numbers as numbers, what lies outside last."""
     kind, *numbers = name.split(".")
-    places = ("input", "down", "middle", "mid", "double", "noise", "context", "transformer", "layers", "single", "output", "up")
+    places = (
+        "input",
+        "down",
+        "middle",
+        "mid",
+        "double",
+        "noise",
+        "context",
+        "transformer",
+        "layers",
+        "single",
+        "output",
+        "up",
+    )
     place = next((at for at, word in enumerate(places) if kind.startswith(word)), len(places) // 2)
     return name == "other", place, kind, tuple(int(part) if part.isdigit() else -1 for part in numbers)
 

@@ -30,7 +30,8 @@ SANS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "sans-s
 MONO = ("ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "Liberation Mono", "monospace")
 
 # The wish is kept by the browser too, so that a dark page does not flash white while it loads.
-HEAD = """
+HEAD = (
+    """
 <script>
   window.loftTheme = (wish) => {
     if (wish) localStorage.setItem("loft-theme", wish);
@@ -95,7 +96,10 @@ HEAD = """
     if (open) localStorage.setItem("loft-tab", open.id.slice(4));
     return localStorage.getItem("loft-tab") || "generate";
   };
-""" + SCRIPT + "</script>\n"
+"""
+    + SCRIPT
+    + "</script>\n"
+)
 APPLY_THEME = "(wish) => { window.loftTheme(wish); }"
 LOOK = "(...inputs) => [...inputs.slice(0, -1), window.loftTab()]"
 REMEMBER = "(choice, tab, ...fields) => [choice, localStorage.getItem('loft-tab') || 'generate', ...fields]"

@@ -80,12 +80,19 @@ def build(families: list[tuple[str, str]]) -> Tools:
             "path": gr.Textbox(label="File", info="A .pt, .ckpt or .bin file.", elem_id="tool-path"),
             "rank": gr.Number(label="Rank", precision=0, minimum=0, elem_id="tool-rank"),
             "energy": gr.Number(
-                label="Share of the strength to keep", info="Such as 0.95; 0: by the rank.", minimum=0, maximum=1,
-                step=0.01, elem_id="tool-energy",
+                label="Share of the strength to keep",
+                info="Such as 0.95; 0: by the rank.",
+                minimum=0,
+                maximum=1,
+                step=0.01,
+                elem_id="tool-energy",
             ),
             "layout": gr.Radio(LAYOUTS, value="diffusers", label="Layout", elem_id="tool-layout"),
             "family": gr.Dropdown(
-                [("As recognised", ""), *families], value="", label="Family", elem_id="tool-family",
+                [("As recognised", ""), *families],
+                value="",
+                label="Family",
+                elem_id="tool-family",
                 info="Say it where the file does not tell.",
             ),
             "changes": gr.Textbox(

@@ -65,9 +65,16 @@ class Train:
     @property
     def live_outputs(self) -> list:
         return [
-            self.head, self.curve, self.samples, self.results, self.log, self.log_fold, self.runs, self.plan,
+            self.head,
+            self.curve,
+            self.samples,
+            self.results,
+            self.log,
+            self.log_fold,
+            self.runs,
+            self.plan,
             *self.buttons.values(),
-        ]  # fmt: skip
+        ]
 
 
 def remembered(studio: Studio) -> TrainingConfig:
@@ -116,7 +123,9 @@ def build(studio: Studio) -> Train:
         with gr.Column(scale=6, min_width=330, elem_classes="right"):
             watched_run = _run_block()
     ordered = {item.name: made[item.name] for item in knobs_of(TrainingConfig) if item.name in made}
-    return Train(form=Form(TrainingConfig, ordered), **dataset, **asked, command=command, **watched_run, keeping=keeping())
+    return Train(
+        form=Form(TrainingConfig, ordered), **dataset, **asked, command=command, **watched_run, keeping=keeping()
+    )
 
 
 def _dataset_block(studio: Studio, config: TrainingConfig) -> tuple[gr.Dropdown, dict]:
@@ -189,18 +198,29 @@ def _run_block() -> dict:
     with gr.Row(elem_classes="actions"):
         buttons = {
             name: gr.Button(
-                words, size="sm", min_width=110, visible=False, elem_id=f"run-{name}",
+                words,
+                size="sm",
+                min_width=110,
+                visible=False,
+                elem_id=f"run-{name}",
                 variant="stop" if name == "kill" else "secondary",
             )
             for name, words in RUN_BUTTONS.items()
-        }  # fmt: skip
+        }
     curve, samples, results = (live(name=f"run-{name}") for name in ("curve", "samples", "results"))
     with gr.Accordion("Log", open=False, visible=False, elem_id="log-fold", elem_classes="fold") as fold:
         log = live(name="run-log")
     return {
-        "run_said": said, "head": head, "buttons": buttons, "curve": curve, "samples": samples, "results": results, "log": log,
-        "log_fold": fold, "runs": live(name="runs"),
-    }  # fmt: skip
+        "run_said": said,
+        "head": head,
+        "buttons": buttons,
+        "curve": curve,
+        "samples": samples,
+        "results": results,
+        "log": log,
+        "log_fold": fold,
+        "runs": live(name="runs"),
+    }
 
 
 def fill_remembered(studio: Studio, tab: Train) -> tuple[list, list]:
@@ -242,7 +262,9 @@ def view(studio: Studio, tab: Train, choice: dict, seen: dict, use: Use | None =
     if seen.get("run") != one or seen.get("runs") != every or use:  # every minute too: it says how long ago
         out[0] = run_view.head(run, now=now) + _use_graph(watching, run, use)
     if seen.get("run") != one:
-        out[1] = run_view.loss_curve(run, runs.loss_series(run.folder, points=draw.MOST_POINTS) if run else runs.LossSeries())
+        out[1] = run_view.loss_curve(
+            run, runs.loss_series(run.folder, points=draw.MOST_POINTS) if run else runs.LossSeries()
+        )
         out[2] = run_view.samples(studio, run)
         out[3] = run_view.results(studio, run)
         out[4] = run_view.log_html(runs.log(run.folder) if run else "")

@@ -20,9 +20,7 @@ from studio.train import Train, command_of, drawn_editor, plan_of, remembered, s
 from studio.words import faults_style, notice, trouble_notice
 
 # On a narrow window the run lies below the form.
-SHOW_RUN = (
-    "(said) => { if (!said && innerWidth <= 820) document.querySelector('#run-head').scrollIntoView({behavior: 'smooth'}); }"
-)
+SHOW_RUN = "(said) => { if (!said && innerWidth <= 820) document.querySelector('#run-head').scrollIntoView({behavior: 'smooth'}); }"
 
 
 def wire(studio: Studio, tab: Train, ui: gr.BrowserState, redraw: Callable, use_lora: Callable) -> None:

@@ -57,7 +57,9 @@ def grown(points: Sequence[tuple[float, float]], when: float, value: float) -> l
     return [*kept, (when, value)][-MOST_POINTS:]
 
 
-def graph(points: Sequence[tuple[float, float]], use: Use | None, *, predicted: float, told: Mapping = MappingProxyType({})) -> str:
+def graph(
+    points: Sequence[tuple[float, float]], use: Use | None, *, predicted: float, told: Mapping = MappingProxyType({})
+) -> str:
     """Bytes in use over seconds. Empty for fewer than two points. `told`: what the worker last said of its own memory; on a CPU its
     libraries take a share that is no tensor's, and the prediction's line lies that much higher."""
     if use is None or len(points) < 2 or max(value for _, value in points) <= 0:
@@ -84,7 +86,9 @@ def graph(points: Sequence[tuple[float, float]], use: Use | None, *, predicted: 
     words += [f"predicted peak {size_words(predicted)}"] if predicted else []
     words[-1] += (", both with libraries" if predicted else ", with libraries") if use.with_libraries else ""
     if told.get("allocated_bytes"):
-        words.append(f"allocated {size_words(told['allocated_bytes'])}, reserved {size_words(told.get('used_bytes', 0))}")
+        words.append(
+            f"allocated {size_words(told['allocated_bytes'])}, reserved {size_words(told.get('used_bytes', 0))}"
+        )
     words += [f"others {size_words(use.others_bytes)}"] if use.others_bytes else []
     words += [f"{size_words(use.ram_free_bytes)} of RAM free"]
     said = ", ".join(words)

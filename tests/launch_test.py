@@ -133,8 +133,12 @@ def test_a_port_that_another_took_on_every_address_counts_as_taken():
 
 def test_addresses_as_this_machine_reaches_them():
     assert [launch.reachable(host) for host in ("127.0.0.1", "0.0.0.0", "::", "::1", "box")] == [
-        "127.0.0.1", "127.0.0.1", "[::1]", "[::1]", "box",
-    ]  # fmt: skip
+        "127.0.0.1",
+        "127.0.0.1",
+        "[::1]",
+        "[::1]",
+        "box",
+    ]
 
 
 # The environment

@@ -84,7 +84,12 @@ def test_the_documented_block_runs_as_written_and_importing_is_light(data):
     env = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_WAIT_POLICY": "PASSIVE"}
     imports, pipe, rest = DOCUMENTED.partition("pipe =")
     done = subprocess.run(
-        [sys.executable, "-c", imports + LIGHT + pipe + rest + COMPILER], cwd=data.root, env=env, capture_output=True, text=True, timeout=400
+        [sys.executable, "-c", imports + LIGHT + pipe + rest + COMPILER],
+        cwd=data.root,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr
     from PIL import Image
@@ -99,7 +104,13 @@ def test_its_size_is_the_models_own_and_seeds_repeat(tiny_qwen):
     assert one.size == (64, 64)  # of the folder's model_index.json
     assert values(one).tolist() == values(same).tolist() != values(other).tolist()
     assert pipe("a cat", num_inference_steps=1, width=32, height=48).size == (32, 48)  # and without a seed
-    for name, value in (("num_inference_steps", 1.5), ("seed", "x"), ("cfg_scale", float("nan")), ("step_cache", "x"), ("prompt", None)):
+    for name, value in (
+        ("num_inference_steps", 1.5),
+        ("seed", "x"),
+        ("cfg_scale", float("nan")),
+        ("step_cache", "x"),
+        ("prompt", None),
+    ):
         with pytest.raises(Trouble, match=r"\(--"):
             pipe(**{"prompt": "a cat", name: value})
 
@@ -232,8 +243,18 @@ def test_words_of_diffsynth_scripts_work_or_say_what_to_do(tiny_qwen, monkeypatc
     pipe = load(tiny_qwen)
     asked = {"seed": 3, "num_inference_steps": 1}
     plain = values(pipe("a cat", **asked))
-    carried = {"rand_device": "cpu", "tiled": False, "tile_size": 128, "tile_stride": 64, "edit_image": None, "kv_cache": None}
-    assert values(pipe("a cat", cfg_scale=4.0, progress_bar_cmd=lambda steps: steps, **carried, **asked)).tolist() == plain.tolist()
+    carried = {
+        "rand_device": "cpu",
+        "tiled": False,
+        "tile_size": 128,
+        "tile_stride": 64,
+        "edit_image": None,
+        "kv_cache": None,
+    }
+    assert (
+        values(pipe("a cat", cfg_scale=4.0, progress_bar_cmd=lambda steps: steps, **carried, **asked)).tolist()
+        == plain.tolist()
+    )
     tiled = values(pipe("a cat", tiled=True, tile_size=6, tile_stride=4, **asked))
     assert 0 < abs(tiled - plain).mean() < 25  # of random weights, whose tiles show
     for word, sentence in (
@@ -265,7 +286,9 @@ def test_words_of_diffsynth_scripts_work_or_say_what_to_do(tiny_qwen, monkeypatc
         pipe.compile_pipeline(mode="max-autotune")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(Trouble, match=r"C\+\+ compiler"):
-        QwenImagePipeline.from_pretrained(device="cpu", model_configs=[ModelConfig(path="nowhere.safetensors")], compile=True)
+        QwenImagePipeline.from_pretrained(
+            device="cpu", model_configs=[ModelConfig(path="nowhere.safetensors")], compile=True
+        )
 
 
 def test_input_pictures_may_be_pictures_or_files(tiny_qwen, tmp_path):
@@ -347,7 +370,9 @@ def test_a_diffsynth_script_that_edits_runs_and_the_size_follows_the_last_pictur
     parts = {"transformer": "-Edit-2511", "text_encoder": "", "vae": "", "processor": "-Edit"}
     for part, name in parts.items():
         shutil.copytree(tiny_edit("edit-2509") / part, data.models / "Qwen" / f"Qwen-Image{name}" / part)
-    shutil.copy(tiny_edit("edit-2509") / "model_index.json", data.models / "Qwen" / "Qwen-Image-Edit")  # says how large references are
+    shutil.copy(
+        tiny_edit("edit-2509") / "model_index.json", data.models / "Qwen" / "Qwen-Image-Edit"
+    )  # says how large references are
     names = {"QwenImagePipeline": QwenImagePipeline, "ModelConfig": ModelConfig, "torch": torch, "Image": Image}
     exec(EDITS, names)
     pipe = names["pipe"]

@@ -41,7 +41,11 @@ def make_qwen_image(folder: Path, *, num_layers: int = 2, seed: int = 0, max_sha
     return folder
 
 
-EDIT_CLASSES = {"edit": "QwenImageEditPipeline", "edit-2509": "QwenImageEditPlusPipeline", "edit-2511": "QwenImageEditPlusPipeline"}
+EDIT_CLASSES = {
+    "edit": "QwenImageEditPipeline",
+    "edit-2509": "QwenImageEditPlusPipeline",
+    "edit-2511": "QwenImageEditPlusPipeline",
+}
 
 
 def make_qwen_edit(folder: Path, variant: str = "edit", *, seed: int = 0) -> Path:

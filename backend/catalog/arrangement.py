@@ -113,7 +113,9 @@ class Fixed:
         return corrected - max(corrected * 2 // 3, min(2 * corrected, live))
 
 
-CPU_FIXED = Fixed(context_low_bytes=0, context_high_bytes=0, workspace_bytes=0, ram_bytes=500 * MIB, converts=False, on_cpu=True)
+CPU_FIXED = Fixed(
+    context_low_bytes=0, context_high_bytes=0, workspace_bytes=0, ram_bytes=500 * MIB, converts=False, on_cpu=True
+)
 
 
 @dataclass(frozen=True)

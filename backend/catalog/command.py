@@ -47,13 +47,19 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = Parser(prog="python -m backend.catalog.plan", description="What fits on a card, and how.", allow_abbrev=False)
-    found.add_argument("model", help="a published model's name (such as FLUX.1-dev), an id, or a model's folder or file")
+    found = Parser(
+        prog="python -m backend.catalog.plan", description="What fits on a card, and how.", allow_abbrev=False
+    )
+    found.add_argument(
+        "model", help="a published model's name (such as FLUX.1-dev), an id, or a model's folder or file"
+    )
     found.add_argument("--card", help="12GiB, rtx3060, ... [default: 12GiB]")
     found.add_argument("--cards", help="several, comma-separated: one line for each")
     found.add_argument("--ram", default="64", metavar="GIB", help="RAM of that machine [default: 64]")
     found.add_argument("--size", metavar="SIZE", help="WIDTHxHEIGHT or WIDTHxHEIGHTxFRAMES")
-    found.add_argument("--exact", action="store_true", help="nothing that changes results: no FP8, no tiles, no 8-bit optimizer")
+    found.add_argument(
+        "--exact", action="store_true", help="nothing that changes results: no FP8, no tiles, no 8-bit optimizer"
+    )
     found.add_argument("--train", nargs=argparse.REMAINDER, help="plan a training run; what follows are its flags")
     return found
 
@@ -68,7 +74,11 @@ def show(said: argparse.Namespace) -> None:
     preferences = Preferences(allow_fp8=lossy, allow_tiles=lossy, allow_8bit_optimizer=lossy)
     for name, (card, speed) in zip(names, cards, strict=True):
         found = plan(sizes, card, job, preferences, speed=speed)
-        print(f"{sizes.title} on {name}: {report.line(found)}" if said.cards is not None else report.table(found, card, title=sizes.title))
+        print(
+            f"{sizes.title} on {name}: {report.line(found)}"
+            if said.cards is not None
+            else report.table(found, card, title=sizes.title)
+        )
 
 
 def _cards(said: argparse.Namespace) -> list[str]:
@@ -97,7 +107,9 @@ def _size(text: str | None) -> tuple[int, ...]:
     if text is None:
         return ()
     if not re.fullmatch(r"\d+x\d+(x\d+)?", text.strip().lower()):
-        raise ValueError(f"--size is {text!r}; it is WIDTHxHEIGHT in pixels, or WIDTHxHEIGHTxFRAMES, such as 1024x1024.")
+        raise ValueError(
+            f"--size is {text!r}; it is WIDTHxHEIGHT in pixels, or WIDTHxHEIGHTxFRAMES, such as 1024x1024."
+        )
     width, height, *frames = map(int, text.strip().lower().split("x"))
     knobs.from_values(GenerationRequest, {"width": width, "height": height})  # says what no picture's size can be
     if frames and not 1 <= frames[0] <= MOST_FRAMES:
@@ -111,7 +123,9 @@ def _job(said: argparse.Namespace, size: tuple[int, ...], sizes: ModelSizes):
             raise ValueError(f"{sizes.title} makes single pictures, so it has no {size[2]} frames (--size).")
         return work_of_defaults(sizes, **dict(zip(("width", "height", "frames"), size)))
     if size:
-        raise ValueError("--size is a picture's that is drawn; a run's is --max_pixels, or --width and --height, after --train.")
+        raise ValueError(
+            "--size is a picture's that is drawn; a run's is --max_pixels, or --width and --height, after --train."
+        )
     config = knobs.from_flags(TrainingConfig, said.train)
     if config.memory.vram:
         raise ValueError("--vram makes a run take this plan; here the card is named by --card, before --train.")

@@ -20,7 +20,10 @@ def step(part: PartSizes, point: dict, work: Work, layout: Layout) -> dict[str, 
     else:
         return None
     form = found["bn" if point["b"] > 1 else "b1"]
-    return {name: int(factor * _at_depth(part, form["features"], form[name], point)) for name in ("forward", "begins", "ends")}
+    return {
+        name: int(factor * _at_depth(part, form["features"], form[name], point))
+        for name in ("forward", "begins", "ends")
+    }
 
 
 def sample(part: PartSizes, point: dict, work: Work, pictures: int) -> int | None:

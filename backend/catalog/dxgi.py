@@ -27,10 +27,17 @@ class Description(ctypes.Structure):
     """DXGI_ADAPTER_DESC1."""
 
     _fields_ = (
-        ("name", ctypes.c_uint16 * 128), ("vendor", ctypes.c_uint32), ("device", ctypes.c_uint32), ("subsystem", ctypes.c_uint32),
-        ("revision", ctypes.c_uint32), ("dedicated_video", ctypes.c_size_t), ("dedicated_system", ctypes.c_size_t),
-        ("shared_system", ctypes.c_size_t), ("luid", Luid), ("flags", ctypes.c_uint32),
-    )  # fmt: skip
+        ("name", ctypes.c_uint16 * 128),
+        ("vendor", ctypes.c_uint32),
+        ("device", ctypes.c_uint32),
+        ("subsystem", ctypes.c_uint32),
+        ("revision", ctypes.c_uint32),
+        ("dedicated_video", ctypes.c_size_t),
+        ("dedicated_system", ctypes.c_size_t),
+        ("shared_system", ctypes.c_size_t),
+        ("luid", Luid),
+        ("flags", ctypes.c_uint32),
+    )
 
     @property
     def text(self) -> str:
@@ -41,8 +48,11 @@ class MemoryInfo(ctypes.Structure):
     """DXGI_QUERY_VIDEO_MEMORY_INFO."""
 
     _fields_ = (
-        ("budget", ctypes.c_uint64), ("usage", ctypes.c_uint64), ("available", ctypes.c_uint64), ("reservation", ctypes.c_uint64)
-    )  # fmt: skip
+        ("budget", ctypes.c_uint64),
+        ("usage", ctypes.c_uint64),
+        ("available", ctypes.c_uint64),
+        ("reservation", ctypes.c_uint64),
+    )
 
 
 def budgets() -> dict[str, int]:
@@ -98,6 +108,9 @@ def _guid(value: uuid.UUID):
 def _call(this: ctypes.c_void_p, place: int, *arguments) -> int:
     """The method at `place` in the table that the object begins with; its HRESULT (0 is success), or what else it returns."""
     table = ctypes.cast(this, ctypes.POINTER(ctypes.POINTER(ctypes.c_void_p)))[0]
-    kinds = [ctypes.c_void_p, *(ctypes.c_uint32 if isinstance(one, ctypes.c_uint32) else ctypes.c_void_p for one in arguments)]
+    kinds = [
+        ctypes.c_void_p,
+        *(ctypes.c_uint32 if isinstance(one, ctypes.c_uint32) else ctypes.c_void_p for one in arguments),
+    ]
     kind = getattr(ctypes, "WINFUNCTYPE", ctypes.CFUNCTYPE)
     return kind(ctypes.c_long, *kinds)(table[place])(this, *arguments)

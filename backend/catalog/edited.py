@@ -19,14 +19,17 @@ from backend.schema.messages import Trouble
 REFERENCE_PIXELS = 1024 * 1024  # a picture's area, as the VAE reads it
 SEEN_PIXELS = 384 * 384  # and as the text encoder of Edit-2509 and later reads it; Edit's reads the picture of the VAE
 MOST_SLENDER = 100  # times as long as wide: nothing is left of a narrower picture once it is brought to its area
-SEEN_CELL, REFERENCE_CELL = 28, 16  # pixels a side of what becomes one token of the text encoder, one of the transformer
+# Pixels a side of what becomes one token: of the text encoder, of the transformer.
+SEEN_CELL, REFERENCE_CELL = 28, 16
 
 
 def size_within(picture: tuple[int, int], pixels: int) -> tuple[int, int]:
     """(width, height) of about `pixels` in the proportions of `picture`, both multiples of 32. Raises Trouble for a strip."""
     width, height = picture
     if max(width, height) > MOST_SLENDER * min(width, height):
-        raise Trouble("bad_picture", f"A picture of {width} x {height} pixels is too narrow to be edited.", hint="Cut it first.")
+        raise Trouble(
+            "bad_picture", f"A picture of {width} x {height} pixels is too narrow to be edited.", hint="Cut it first."
+        )
     ratio = width / height
     wide = math.sqrt(pixels * ratio)
     return max(1, round(wide / 32)) * 32, max(1, round(wide / ratio / 32)) * 32

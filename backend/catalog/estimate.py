@@ -43,9 +43,17 @@ def point_of(sizes: ModelSizes, work: Work) -> dict:
     passes = work.batch if work.targets else 2 if work.guidance else 1
     pixels = work.width * work.height * (work.frames if geometry["video"] else 1)
     return {
-        "h": h, "w": w, "f": f, "n": max(tokens, 1), "t": text, "v": work.seen_tokens, "s": max(tokens, 1) + text, "b": passes,
-        "r": work.rank, "pixels": pixels,
-    }  # fmt: skip
+        "h": h,
+        "w": w,
+        "f": f,
+        "n": max(tokens, 1),
+        "t": text,
+        "v": work.seen_tokens,
+        "s": max(tokens, 1) + text,
+        "b": passes,
+        "r": work.rank,
+        "pixels": pixels,
+    }
 
 
 def encoded(point: dict, sizes: ModelSizes, work: Work) -> dict:
@@ -115,7 +123,9 @@ def told(part: PartSizes, point: dict) -> dict:
     return {**point, "t": max(point["v"], 1)} if part.kind.endswith("VisionTransformerPretrainedModel") else point
 
 
-def decode(part: PartSizes, point: dict, dtype: str, fixed: Fixed, *, tiled: bool = False, stage: str = "decode") -> Working:
+def decode(
+    part: PartSizes, point: dict, dtype: str, fixed: Fixed, *, tiled: bool = False, stage: str = "decode"
+) -> Working:
     """Latents to pixels (or, `stage` "encode", back), whole or in tiles."""
     kind = "video" if point["f"] > 1 else "picture"
     bare = "" if fixed.converts or dtype == "float32" else "_bare"
@@ -156,9 +166,17 @@ def operations(part: PartSizes, point: dict, prefix: str = "operations") -> floa
 
 
 def phase(
-    name: str, weights: dict[str, int], working: Working, fixed: Fixed, *,
-    staging: int = 0, adapter: int = 0, ram: int = 0, seconds: tuple[float, float] = (0.0, 0.0), moments: dict[str, int] | None = None,
-) -> PhasePlan:  # fmt: skip
+    name: str,
+    weights: dict[str, int],
+    working: Working,
+    fixed: Fixed,
+    *,
+    staging: int = 0,
+    adapter: int = 0,
+    ram: int = 0,
+    seconds: tuple[float, float] = (0.0, 0.0),
+    moments: dict[str, int] | None = None,
+) -> PhasePlan:
     """The stacked bar of one phase."""
     live = fixed.corrected(sum(weights.values()) + staging + adapter + working.live)
     held = live - working.live + fixed.workspace_bytes

@@ -36,7 +36,9 @@ def largest_cast(part: PartSizes, *, whole: bool, codes: bool) -> int:
     cannot be multiplied with as they are."""
     if not codes:
         return max((block.matrix for block in part.blocks), default=0) if whole else part.largest_matrix
-    odd = [(rows * columns, count) for rows, columns, count in part.linears.values() if rows % ALIGNED or columns % ALIGNED]
+    odd = [
+        (rows * columns, count) for rows, columns, count in part.linears.values() if rows % ALIGNED or columns % ALIGNED
+    ]
     if whole:
         return sum(numel for numel, _ in odd)
     return max((numel for numel, _ in odd), default=0)

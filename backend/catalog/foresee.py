@@ -22,7 +22,9 @@ def layouts_of(plan: VramPlan, computing: str) -> dict[str, PartLayout]:
         storage = FP8 if FP8 in (config.onload_dtype, config.preparing_dtype) else computing
         home = "disk" if DISK in (config.offload_device, config.onload_device) else "ram"
         mode = "streamed" if plan.streamed_blocks.get(name) else "parked" if _leaves(config) else "resident"
-        found[name] = PartLayout(mode, storage, home, len(plan.resident_blocks.get(name, ())) if mode == "streamed" else 0)
+        found[name] = PartLayout(
+            mode, storage, home, len(plan.resident_blocks.get(name, ())) if mode == "streamed" else 0
+        )
     return found
 
 
@@ -48,12 +50,15 @@ def live_bytes(plan: VramPlan, sizes: ModelSizes, work: Work, fixed: Fixed) -> d
         found["decode"] = [estimate.decode(vae, point, dtype, fixed, tiled=plan.tiled_vae).live]
         active["decode"] = {"vae"}
         if work.encodes:
-            found["encode"] = [estimate.decode(vae, estimate.encoded(point, sizes, work), dtype, fixed, stage="encode").live]
+            found["encode"] = [
+                estimate.decode(vae, estimate.encoded(point, sizes, work), dtype, fixed, stage="encode").live
+            ]
             active["encode"] = {"vae"}
     return {
         phase: fixed.corrected(max(working) + _weights(layouts, sizes, active[phase], work))
-        for phase, working in found.items() if working
-    }  # fmt: skip
+        for phase, working in found.items()
+        if working
+    }
 
 
 def _weights(layouts: dict[str, PartLayout], sizes: ModelSizes, active: set[str], work: Work) -> int:
@@ -79,7 +84,10 @@ def run_bytes(config, sizes: ModelSizes, fixed: Fixed, **known) -> dict[str, int
     storages, homes = (work.computing, FP8), (DISK,) if fixed.on_cpu else ("ram", DISK)
     terms = Terms(sizes, work, point_of(sizes, work), Speed(1e12, 1e10, 1e9, 1e11), fixed, 2**60, homes, storages)
     beside = () if work.caches else terms.encoders
-    option = min(training.step_options(terms, own, beside=beside), key=lambda one: _strays(one.layout, own, terms.denoisers[0].name, work.computing))
+    option = min(
+        training.step_options(terms, own, beside=beside),
+        key=lambda one: _strays(one.layout, own, terms.denoisers[0].name, work.computing),
+    )
     found = {}
     for phase in option.phases:
         found |= phase.moments or {phase.name: phase.live_bytes}

@@ -97,7 +97,11 @@ def _located(reader: _Reader, start: int, name: str, shape: tuple, kind: int, of
     if end > reader.nbytes:
         raise damaged(reader.path, f"is cut off: tensor {name[:120]!r} ends at {end}, the file at {reader.nbytes}.")
     original = values.get(SHAPE_KEY + name)
-    if isinstance(original, tuple) and all(type(size) is int and size > 0 for size in original) and math.prod(original) == elements:
+    if (
+        isinstance(original, tuple)
+        and all(type(size) is int and size > 0 for size in original)
+        and math.prod(original) == elements
+    ):
         shape = original
     return TensorAt(reader.path, name, dtype, shape, begin, end)
 

@@ -189,7 +189,9 @@ def fitting(parts: dict[str, PartSpec], variant: str, family: ModuleType) -> dic
 def missing_of(parts: Iterable[str], variant: str | None, family: ModuleType) -> tuple[str, ...]:
     """Parts without which `variant` (None: it cannot be told) makes no picture."""
     return tuple(
-        name for name, part in family.PARTS.items() if part.needed and part.of_variant(variant or "") and name not in parts
+        name
+        for name, part in family.PARTS.items()
+        if part.needed and part.of_variant(variant or "") and name not in parts
     )
 
 

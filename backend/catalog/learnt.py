@@ -25,9 +25,17 @@ LIMIT = 2 * GIB  # a correction beyond this means another cause than context and
 
 
 def remember(
-    file: Path, card: Card, family: str, *, kind: str, predicted_bytes: int, measured_bytes: int, seconds: float = 0.0,
-    known: dict | None = None, phases: dict[str, list[int]] | None = None,
-) -> None:  # fmt: skip
+    file: Path,
+    card: Card,
+    family: str,
+    *,
+    kind: str,
+    predicted_bytes: int,
+    measured_bytes: int,
+    seconds: float = 0.0,
+    known: dict | None = None,
+    phases: dict[str, list[int]] | None = None,
+) -> None:
     """Keeps one run: the most bytes of live tensors, as predicted and as measured. `kind` says what ran ("generate 1024x1024", ...).
 
     `known`: what the run found out about its work (`known_of`); `phases`: [predicted, measured] of each.
@@ -35,10 +43,18 @@ def remember(
     held = corrected(Fixed(), card, family, file, kind=kind).correction(predicted_bytes)
     everything = _read(file)
     runs = everything.setdefault(_key(card, family), [])
-    runs.append({
-        "kind": kind, "predicted_live": predicted_bytes, "measured_live": measured_bytes, "correction": held,
-        "seconds": seconds, "time": time.time(), **({"known": known} if known else {}), **({"phases": phases} if phases else {}),
-    })  # fmt: skip
+    runs.append(
+        {
+            "kind": kind,
+            "predicted_live": predicted_bytes,
+            "measured_live": measured_bytes,
+            "correction": held,
+            "seconds": seconds,
+            "time": time.time(),
+            **({"known": known} if known else {}),
+            **({"phases": phases} if phases else {}),
+        }
+    )
     del runs[:-KEPT]
     write_json(file, everything)
 
@@ -51,7 +67,9 @@ def corrected(fixed: Fixed, card: Card, family: str, file: Path, *, kind: str = 
     runs = [run for run in _runs(file, card, family) if _job(run["kind"]) == _job(kind)]
     if len(runs) < 2:  # one run may have had a cause of its own
         return fixed
-    more = statistics.median(run["measured_live"] - (run["predicted_live"] - run.get("correction", 0)) for run in runs[-5:])
+    more = statistics.median(
+        run["measured_live"] - (run["predicted_live"] - run.get("correction", 0)) for run in runs[-5:]
+    )
     return replace(fixed, learnt_bytes=int(max(-LIMIT, min(LIMIT, more))))
 
 
@@ -75,9 +93,18 @@ def _kind_of_training(config) -> str:
     """Pictures, batch, what trains and how it is kept."""
     values = to_values(config)
     sides = f"{values['width'] or 'any'}x{values['height'] or 'any'} to {values['max_pixels']}"
-    trains = values["trainable_models"] or f"{values['lora_algorithm']} {values['lora_rank']} on {values['lora_target_modules'] or 'usual layers'}"
+    trains = (
+        values["trainable_models"]
+        or f"{values['lora_algorithm']} {values['lora_rank']} on {values['lora_target_modules'] or 'usual layers'}"
+    )
     kept = [f"{name} {str(values[name])[:40]}" for name in MATTERS if values.get(name)]
-    return ", ".join([f"{TRAINING} {sides}, batch {values['batch_size']}, {trains}, {values['mixed_precision']}", *kept, data_of(config)])
+    return ", ".join(
+        [
+            f"{TRAINING} {sides}, batch {values['batch_size']}, {trains}, {values['mixed_precision']}",
+            *kept,
+            data_of(config),
+        ]
+    )
 
 
 def data_of(config) -> str:
@@ -93,7 +120,9 @@ def known_of(file: Path, card: Card, family: str, config) -> dict:
     nothing is."""
     if isinstance(config, GenerationRequest):
         return {}
-    same = (run for run in reversed(_runs(file, card, family)) if run.get("known") and run["kind"].endswith(data_of(config)))
+    same = (
+        run for run in reversed(_runs(file, card, family)) if run.get("known") and run["kind"].endswith(data_of(config))
+    )
     return next((run["known"] for run in same), {})
 
 

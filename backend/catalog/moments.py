@@ -18,16 +18,20 @@ def working(terms: Terms, layout: Layout) -> tuple[Working, int, dict[str, int]]
         earlier = grads if work.accumulates else 0
         update = 8 * largest_trained(part, work) + MATERIAL_BYTES * terms.point["b"] * terms.point["n"]
         moments = {
-            "forward": found["forward"] + earlier, "backward": max(found["begins"] + earlier, found["ends"]),
+            "forward": found["forward"] + earlier,
+            "backward": max(found["begins"] + earlier, found["ends"]),
             "optimizer": grads + update,
-        }  # fmt: skip
+        }
         more = max(max(moments.values()) - grads, 0)
         return Working(more, more, more), 0, moments
     working, ends, checkpoints = estimate.step(part, terms.point, work, layout, terms.fixed)
     later = 0 if work.accumulates else grads
     begins, updating = max(working.live - later, 0), _updating(part, work, layout)
     forward = begins
-    ends = max(ends - min(later, _last_gradients(part, work, layout)), _one_gradient(part, work) if work.targets == "full" else 0)
+    ends = max(
+        ends - min(later, _last_gradients(part, work, layout)),
+        _one_gradient(part, work) if work.targets == "full" else 0,
+    )
     if work.targets == "full" and layout.checkpointed:
         forward = max(_forward(terms, 0 if layout.checkpoints_in_ram else checkpoints) - later, -grads)
     moments = {"forward": forward + grads, "backward": max(begins, ends) + grads, "optimizer": grads + updating}
@@ -45,7 +49,9 @@ def _updating(part: PartSizes, work: Work, layout: Layout) -> int:
 def _last_gradients(part: PartSizes, work: Work, layout: Layout) -> int:
     """Bytes of gradients of whole blocks, or of their adapters, that are not there yet while the last are gone through backwards."""
     if work.targets != "full":
-        return gradient_bytes(work) // max(len(part.blocks), 1) if layout.checkpointed and part.name in work.trained else 0
+        return (
+            gradient_bytes(work) // max(len(part.blocks), 1) if layout.checkpointed and part.name in work.trained else 0
+        )
     blocks = part.blocks[: 1 if layout.checkpointed else estimate.BASE_DEPTH]
     return 4 * sum(block.matrix + block.rest + block.precise for block in blocks)
 

@@ -77,15 +77,23 @@ class Option:
         return sum(phase.seconds[1] for phase in self.phases)
 
 
-def part_layouts(terms: Terms, *, modes: tuple[str, ...] = ("parked", "streamed")) -> Iterator[tuple[PartLayout, tuple[str, ...], int]]:
+def part_layouts(
+    terms: Terms, *, modes: tuple[str, ...] = ("parked", "streamed")
+) -> Iterator[tuple[PartLayout, tuple[str, ...], int]]:
     """Every way to keep a part: (layout, rungs, number of lossy ones)."""
     for mode in modes:
         for home in terms.homes if mode != "resident" else terms.homes[:1]:
             for storage in terms.storages:
-                rungs = [rung for rung, taken in (
-                    ("park", mode != "resident"), ("fp8", storage == FP8), ("stream", mode == "streamed"),
-                    ("disk", mode != "resident" and home == "disk" and not terms.fixed.on_cpu),
-                ) if taken]  # fmt: skip
+                rungs = [
+                    rung
+                    for rung, taken in (
+                        ("park", mode != "resident"),
+                        ("fp8", storage == FP8),
+                        ("stream", mode == "streamed"),
+                        ("disk", mode != "resident" and home == "disk" and not terms.fixed.on_cpu),
+                    )
+                    if taken
+                ]
                 yield PartLayout(mode, storage, home), tuple(rungs), int(storage == FP8)
 
 
@@ -98,7 +106,9 @@ def text_options(terms: Terms, modes=("parked", "streamed"), *, fills: bool = Tr
     return [_encoded(terms, *one, working=working, fills=fills) for one in part_layouts(terms, modes=modes)]
 
 
-def _encoded(terms: Terms, layout: PartLayout, rungs: tuple[str, ...], lossy: int, *, working: Working, fills: bool) -> Option:
+def _encoded(
+    terms: Terms, layout: PartLayout, rungs: tuple[str, ...], lossy: int, *, working: Working, fills: bool
+) -> Option:
     encoders, computing = terms.encoders, terms.work.computing
     parts = filled(encoders, layout, terms.room_bytes - working.likely if fills else 0, computing)
     weights, staging = held(encoders, parts, computing)
@@ -111,7 +121,9 @@ def _encoded(terms: Terms, layout: PartLayout, rungs: tuple[str, ...], lossy: in
     flops = sum(estimate.operations(part, estimate.told(part, terms.point)) for part in encoders)
     low, high = estimate.compute_seconds(flops * passes, terms.speed)
     ram = sum(off_card(part, parts[part.name], computing) for part in encoders)
-    phase = estimate.phase("text", weights, working, terms.fixed, staging=staging, ram=ram, seconds=(low + moved, high + moved))
+    phase = estimate.phase(
+        "text", weights, working, terms.fixed, staging=staging, ram=ram, seconds=(low + moved, high + moved)
+    )
     return Option(Layout(parts), (phase,), _named("text", rungs), lossy, ram)
 
 
@@ -120,7 +132,10 @@ def denoise_options(terms: Terms, modes=("parked", "streamed")) -> list[Option]:
     apart, work = (False, True) if terms.work.guidance else (False,), terms.work
     layouts = list(part_layouts(terms, modes=modes))
     if work.fp8_products:  # the request itself wants weights stored so
-        layouts = [(one, tuple(rung for rung in rungs if rung != "fp8"), 0) for one, rungs, _ in part_layouts(replace(terms, storages=(FP8,)), modes=modes)]
+        layouts = [
+            (one, tuple(rung for rung in rungs if rung != "fp8"), 0)
+            for one, rungs, _ in part_layouts(replace(terms, storages=(FP8,)), modes=modes)
+        ]
     layouts = [(replace(one, whole=work.compiled, codes=work.fp8_products), *rest) for one, *rest in layouts]
     return [_denoised(terms, *each, apart=one) for one in apart for each in layouts]
 
@@ -128,7 +143,9 @@ def denoise_options(terms: Terms, modes=("parked", "streamed")) -> list[Option]:
 def _denoised(terms: Terms, layout: PartLayout, rungs: tuple[str, ...], lossy: int, *, apart: bool) -> Option:
     work, first = terms.work, terms.denoisers[0]
     point = {**terms.point, "b": 1} if apart else terms.point
-    working = max((estimate.denoise(part, point, work, terms.fixed) for part in terms.denoisers), key=lambda one: one.likely)
+    working = max(
+        (estimate.denoise(part, point, work, terms.fixed) for part in terms.denoisers), key=lambda one: one.likely
+    )
     room = terms.room_bytes - working.likely - work.lora_bytes
     parts = {}
     for part in terms.denoisers:  # one after the other
@@ -141,8 +158,9 @@ def _denoised(terms: Terms, layout: PartLayout, rungs: tuple[str, ...], lossy: i
     aside = estimate.move_seconds(moved, layout.home, terms.speed)
     entering = sum(_entering(part, parts[part.name], terms) for part in terms.denoisers)
     seconds = tuple(
-        max(pace + cast, aside) * work.steps * work.count + entering for pace in estimate.compute_seconds(flops, terms.speed)
-    )  # fmt: skip
+        max(pace + cast, aside) * work.steps * work.count + entering
+        for pace in estimate.compute_seconds(flops, terms.speed)
+    )
     ram = sum(off_card(part, parts[part.name], work.computing) for part in terms.denoisers)
     phase = estimate.phase(
         "denoise", weights, working, terms.fixed, staging=staging, adapter=work.lora_bytes, ram=ram, seconds=seconds
@@ -167,7 +185,9 @@ def _decoded(terms: Terms, part: PartSizes, layout: PartLayout, tiled: bool) -> 
     work, dtype = terms.work, terms.work.decoder_dtype
     weights = {"vae": part.bytes(dtype, dtype)}
     flops = estimate.operations(part, terms.point, "operations/decode")
-    low, high = (seconds * work.count for seconds in estimate.compute_seconds(flops * (1.8 if tiled else 1.0), terms.speed))
+    low, high = (
+        seconds * work.count for seconds in estimate.compute_seconds(flops * (1.8 if tiled else 1.0), terms.speed)
+    )
     entering = _entering(part, layout, terms)
     working = estimate.decode(part, terms.point, dtype, terms.fixed, tiled=tiled)
     phases = [estimate.phase("decode", weights, working, terms.fixed, seconds=(low + entering, high + entering))]
@@ -175,7 +195,10 @@ def _decoded(terms: Terms, part: PartSizes, layout: PartLayout, tiled: bool) -> 
         point = estimate.encoded(terms.point, terms.sizes, work)
         flops = estimate.operations(part, point, "operations/encode")
         first = estimate.decode(part, point, dtype, terms.fixed, stage="encode")
-        phases.insert(0, estimate.phase("encode", weights, first, terms.fixed, seconds=estimate.compute_seconds(flops, terms.speed)))
+        phases.insert(
+            0,
+            estimate.phase("encode", weights, first, terms.fixed, seconds=estimate.compute_seconds(flops, terms.speed)),
+        )
     rungs = (("tile",) if tiled else ()) + (("park",) if layout.mode == "parked" else ())
     ram = off_card(part, layout, dtype)
     return Option(Layout({"vae": layout}, tiled=tiled), tuple(phases), rungs, int(tiled), ram)
@@ -184,7 +207,9 @@ def _decoded(terms: Terms, part: PartSizes, layout: PartLayout, tiled: bool) -> 
 def held(parts: list[PartSizes], layouts: dict[str, PartLayout], computing: str) -> tuple[dict[str, int], int]:
     """(weights of each of `parts`, staging) on the card while they take turns in one phase."""
     each = {part.name: on_card(part, layouts[part.name], True, computing) for part in parts}
-    return {name: weights for name, (weights, _) in each.items()}, max((buffers for _, buffers in each.values()), default=0)
+    return {name: weights for name, (weights, _) in each.items()}, max(
+        (buffers for _, buffers in each.values()), default=0
+    )
 
 
 def filled(parts: list[PartSizes], layout: PartLayout, room_bytes: float, computing: str) -> dict[str, PartLayout]:
@@ -198,7 +223,12 @@ def filled(parts: list[PartSizes], layout: PartLayout, room_bytes: float, comput
         low, high = 0, max(len(part.blocks) - 1, 0)
         while low < high:
             middle = (low + high + 1) // 2
-            weights, staging = on_card(part, PartLayout("streamed", layout.storage, layout.home, middle, layout.whole, layout.codes), True, computing)
+            weights, staging = on_card(
+                part,
+                PartLayout("streamed", layout.storage, layout.home, middle, layout.whole, layout.codes),
+                True,
+                computing,
+            )
             low, high = (middle, high) if weights + max(staging, buffers) <= room else (low, middle - 1)
         found[part.name] = replace(layout, on_card=low)
     return found

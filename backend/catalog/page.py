@@ -16,7 +16,6 @@ from backend.schema.vram import GIB, Card, VramPlan
 WHAT_IF_GIB = (8, 12, 16, 24, 48, 80)
 
 
-
 @dataclass(frozen=True)
 class Bar:
     """One phase as a stacked bar: (label, bytes) from the left, and where its peak lies between."""
@@ -43,8 +42,14 @@ class PageEstimate:
 
 
 def estimate_for_page(
-    model: ModelSpec | ModelSizes | str, card: Card, job, preferences: Preferences | None = None, *, user: Path, what_if_card: str = "",
-) -> PageEstimate:  # fmt: skip
+    model: ModelSpec | ModelSizes | str,
+    card: Card,
+    job,
+    preferences: Preferences | None = None,
+    *,
+    user: Path,
+    what_if_card: str = "",
+) -> PageEstimate:
     """`job`: a GenerationRequest or a TrainingConfig. `user`: the folder of what was measured here (`places().user`).
 
     `what_if_card`: "" for `card` itself, or "8GiB", "rtx3060", ... Raises Trouble for a model of unknown size, ValueError for an unknown card.
@@ -72,19 +77,29 @@ def _bar(phase, card: Card) -> Bar:
     weights = tuple((name, nbytes) for name, nbytes in phase.weights_bytes.items() if nbytes)
     held = sum(nbytes for _, nbytes in weights) + phase.staging_bytes + phase.adapter_bytes + phase.working_bytes
     more = (
-        ("staging", phase.staging_bytes), ("working memory", phase.working_bytes), ("LoRA and optimizer", phase.adapter_bytes),
+        ("staging", phase.staging_bytes),
+        ("working memory", phase.working_bytes),
+        ("LoRA and optimizer", phase.adapter_bytes),
         ("libraries and fragments", max(0, phase.peak_high_bytes - held)),
-        ("reserve", card.reserve_bytes), ("used by others", card.used_by_others_bytes),
-    )  # fmt: skip
-    return Bar(phase.name, weights + tuple((name, nbytes) for name, nbytes in more if nbytes), phase.peak_low_bytes, phase.peak_high_bytes)
+        ("reserve", card.reserve_bytes),
+        ("used by others", card.used_by_others_bytes),
+    )
+    return Bar(
+        phase.name,
+        weights + tuple((name, nbytes) for name, nbytes in more if nbytes),
+        phase.peak_low_bytes,
+        phase.peak_high_bytes,
+    )
 
 
 def _headline(found: VramPlan, card: Card) -> str:
     low, high = _size(found.peak_low_bytes), _size(found.peak_high_bytes)
     need = high if low == high else f"{low.removesuffix(' GiB')} to {high}"
     words = {
-        "green": f"fits{_with(found)}", "amber": f"may just fit{_with(found)}", "red": "does not fit",
-    }[found.verdict]  # fmt: skip
+        "green": f"fits{_with(found)}",
+        "amber": f"may just fit{_with(found)}",
+        "red": "does not fit",
+    }[found.verdict]
     return f"Needs {need} of {_size(card.total_bytes)}: {words}. {found.advice}".strip()
 
 
@@ -94,16 +109,27 @@ def _size(nbytes: int) -> str:
 
 def _with(found: VramPlan) -> str:
     words = {
-        "park": "parts taking turns", "fp8": "FP8 weights", "stream": "streaming", "tile": "a tiled decode", "halves": "guidance in two passes", "disk": "weights on disk",
-        "checkpoint": "gradient checkpointing", "checkpoint_ram": "checkpoints in RAM", "optimizer_8bit": "an 8-bit optimizer",
+        "park": "parts taking turns",
+        "fp8": "FP8 weights",
+        "stream": "streaming",
+        "tile": "a tiled decode",
+        "halves": "guidance in two passes",
+        "disk": "weights on disk",
+        "checkpoint": "gradient checkpointing",
+        "checkpoint_ram": "checkpoints in RAM",
+        "optimizer_8bit": "an 8-bit optimizer",
         "optimizer_ram": "the optimizer in RAM",
-    }  # fmt: skip
+    }
     kinds = dict.fromkeys(step.rung.partition(":")[0] for step in found.steps)
     return f" with {', '.join(words[kind] for kind in kinds)}" if kinds else ""
 
 
 def _priced(step) -> str:
-    return f"{step.sentence} About {step.slowdown:.2g} times the seconds of that phase." if step.slowdown >= 1.05 else step.sentence
+    return (
+        f"{step.sentence} About {step.slowdown:.2g} times the seconds of that phase."
+        if step.slowdown >= 1.05
+        else step.sentence
+    )
 
 
 def _last_time(user: Path, card: Card, sizes: ModelSizes, job) -> str:

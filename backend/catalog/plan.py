@@ -91,17 +91,31 @@ def _terms(sizes, work: Work, card: Card, preferences: Preferences, speed: Speed
     ram = card.ram_free_bytes * RAM_SHARE - fixed.ram_bytes if card.ram_free_bytes else math.inf
     speed = speed if fixed.on_cpu or work.computing != "float32" else in_float32(speed)
     return Terms(
-        sizes, work, point_of(sizes, work), speed, fixed, budget_of(card), homes, storages, max(ram, 0),
-        preferences.allow_tiles, preferences.allow_8bit_optimizer,
-    )  # fmt: skip
+        sizes,
+        work,
+        point_of(sizes, work),
+        speed,
+        fixed,
+        budget_of(card),
+        homes,
+        storages,
+        max(ram, 0),
+        preferences.allow_tiles,
+        preferences.allow_8bit_optimizer,
+    )
 
 
 def generation_groups(terms: Terms) -> list[list[tuple[Option, ...]]]:
     """Lists of options to combine: once with every part always on the card, once with parts taking turns."""
-    all_there = [_together(terms, *each) for each in itertools.product(
-        options.text_options(terms, ("resident",)), options.denoise_options(terms, ("resident",)),
-        options.decode_options(terms, ("resident",)),
-    ) if not any(option.lossy for option in each)]  # to save a load is no reason to lose exactness
+    all_there = [
+        _together(terms, *each)
+        for each in itertools.product(
+            options.text_options(terms, ("resident",)),
+            options.denoise_options(terms, ("resident",)),
+            options.decode_options(terms, ("resident",)),
+        )
+        if not any(option.lossy for option in each)
+    ]  # to save a load is no reason to lose exactness
     in_turn = [options.text_options(terms), options.denoise_options(terms), options.decode_options(terms)]
     return [[all_there], in_turn]
 
@@ -114,13 +128,19 @@ def _together(terms: Terms, *each: Option) -> Option:
         for phase in option.phases:
             others = {
                 name: on_card(terms.sizes.parts[name], layout, False, terms.work.computing)[0]
-                for name, layout in parts.items() if name not in phase.weights_bytes
-            }  # fmt: skip
+                for name, layout in parts.items()
+                if name not in phase.weights_bytes
+            }
             more = sum(others.values())
-            phases.append(replace(
-                phase, weights_bytes=phase.weights_bytes | others, live_bytes=phase.live_bytes + more,
-                peak_low_bytes=phase.peak_low_bytes + more, peak_high_bytes=phase.peak_high_bytes + more,
-            ))  # fmt: skip
+            phases.append(
+                replace(
+                    phase,
+                    weights_bytes=phase.weights_bytes | others,
+                    live_bytes=phase.live_bytes + more,
+                    peak_low_bytes=phase.peak_low_bytes + more,
+                    peak_high_bytes=phase.peak_high_bytes + more,
+                )
+            )
     rungs = tuple(dict.fromkeys(rung for option in each for rung in option.rungs))
     layout = merged(each)
     return Option(layout, tuple(phases), rungs, sum(option.lossy for option in each))
@@ -135,9 +155,11 @@ def _choose(groups, terms: Terms) -> tuple[tuple[Option, ...], bool, str]:
                 continue
             high = max(option.high for option in chosen)
             key = (
-                sum(option.seconds for option in chosen), sum(option.lossy for option in chosen),
-                sum(len(option.rungs) for option in chosen), high,
-            )  # fmt: skip
+                sum(option.seconds for option in chosen),
+                sum(option.lossy for option in chosen),
+                sum(len(option.rungs) for option in chosen),
+                high,
+            )
             if high <= terms.budget_bytes and (fastest is None or key < fastest[0]):
                 fastest = key, chosen
             if least is None or (high, *key) < least[0]:
@@ -159,7 +181,9 @@ def _worth_having(found: list[Option]) -> list[Option]:
     return [found[index] for index in sorted(left)]
 
 
-def _emit(chosen: tuple[Option, ...], terms: Terms, card: Card, fits: bool, verdict: str, groups, own: Layout) -> VramPlan:
+def _emit(
+    chosen: tuple[Option, ...], terms: Terms, card: Card, fits: bool, verdict: str, groups, own: Layout
+) -> VramPlan:
     layout = merged(chosen)
     phases = sorted((phase for option in chosen for phase in option.phases), key=lambda phase: ORDER.index(phase.name))
     ram = sum(option.off_card_bytes for option in chosen) + terms.fixed.ram_bytes
@@ -206,9 +230,10 @@ def merged(chosen: tuple[Option, ...]) -> Layout:
 def _configs(layout: Layout, terms: Terms, card: Card) -> dict[str, VramConfig]:
     """A trainer loads and drops parts by itself; it is told only of those that it must store or move otherwise."""
     return {
-        name: config_of(part, card.device, _dtype_of(name, terms)) for name, part in layout.parts.items()
+        name: config_of(part, card.device, _dtype_of(name, terms))
+        for name, part in layout.parts.items()
         if not terms.work.targets or part.mode == "streamed" or part.storage == FP8
-    }  # fmt: skip
+    }
 
 
 def _dtype_of(name: str, terms: Terms) -> str:
@@ -234,7 +259,9 @@ def _limit(layout: Layout, terms: Terms) -> float | None:
     for name in names:
         part, kept = terms.sizes.parts[name], layout.parts[name]
         if kept.mode == "streamed":
-            held = sum(on_card(part, kept, True, terms.work.computing)) - part.table.get("tables", 0)  # which come later
+            held = sum(on_card(part, kept, True, terms.work.computing)) - part.table.get(
+                "tables", 0
+            )  # which come later
             spare = part.largest_block(kept.storage, terms.work.computing) // 2
             return math.ceil((held + spare) / GIB * 1e4) / 1e4
     return None
@@ -242,7 +269,10 @@ def _limit(layout: Layout, terms: Terms) -> float | None:
 
 def plan_here(spec, card: Card, job, preferences: Preferences | None, *, user: Path) -> VramPlan:
     """`plan` with what was measured on this machine: calibration and peaks in the folder `user`, traced tables beside them."""
-    sizes, file = spec if isinstance(spec, ModelSizes) else sizes_of(spec, folder=user / "memory"), user / "measured.json"
+    sizes, file = (
+        spec if isinstance(spec, ModelSizes) else sizes_of(spec, folder=user / "memory"),
+        user / "measured.json",
+    )
     fixed = learnt.corrected(fixed_of(card), card, sizes.family, file, kind=learnt.kind_of(job))
     speed, known = speed_of(card, user / "calibration.json"), learnt.known_of(file, card, sizes.family, job)
     found = plan(sizes, card, job, preferences, speed=speed, fixed=fixed, known=known)

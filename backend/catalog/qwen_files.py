@@ -37,7 +37,12 @@ SIGNATURES = (
         part="vision",
         variant="base",
         title="Qwen2.5-VL's vision tower",
-        must=("blocks.{}.attn.qkv.bias", "blocks.{}.mlp.gate_proj.bias", "patch_embed.proj.weight", "merger.ln_q.weight"),
+        must=(
+            "blocks.{}.attn.qkv.bias",
+            "blocks.{}.mlp.gate_proj.bias",
+            "patch_embed.proj.weight",
+            "merger.ln_q.weight",
+        ),
     ),
     Signature(
         part="vae",
@@ -93,7 +98,9 @@ def tell_variant(variant: str, class_name: str, config: dict, path: Path) -> tup
     told = _CLASSES.get(class_name)
     if told is not None:
         return told, TITLES[told], ""
-    word = next((word for word in (path.stem, *[folder.name for folder in path.parents][:5]) if _NAMED.search(word)), "")
+    word = next(
+        (word for word in (path.stem, *[folder.name for folder in path.parents][:5]) if _NAMED.search(word)), ""
+    )
     called = _CALLED_EDIT.search(word)
     if called is None:
         return None

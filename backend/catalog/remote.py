@@ -54,7 +54,9 @@ def known(model_id: str, families: Iterable[ModuleType], *, here: Places | None 
     return None
 
 
-def look(model_id: str, families: Iterable[ModuleType], *, source: str | None = None, here: Places | None = None) -> ModelSpec:
+def look(
+    model_id: str, families: Iterable[ModuleType], *, source: str | None = None, here: Places | None = None
+) -> ModelSpec:
     """The model `model_id` from the headers of its files far away. Raises Trouble ("missing_model" offline, "download_failed", "not_recognised")."""
     download._check_words(model_id, "")
     here = here or places()
@@ -62,7 +64,11 @@ def look(model_id: str, families: Iterable[ModuleType], *, source: str | None = 
     if isinstance(found, ModelSpec):
         return found
     if download.is_offline():
-        raise Trouble("missing_model", f"{model_id} is not on this machine, and asking for it is switched off.", hint="Allow downloads.")
+        raise Trouble(
+            "missing_model",
+            f"{model_id} is not on this machine, and asking for it is switched off.",
+            hint="Allow downloads.",
+        )
     source = download._source(source)
     home = _home(model_id, source, here)
     try:
@@ -92,7 +98,11 @@ def _keep(home: Path, said: dict) -> None:
 def _read(path: Path) -> dict | None:
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
-        return said if isinstance(said, dict) and isinstance(said["time"], float) and ("lengths" in said or "trouble" in said) else None
+        return (
+            said
+            if isinstance(said, dict) and isinstance(said["time"], float) and ("lengths" in said or "trouble" in said)
+            else None
+        )
     except (OSError, ValueError, KeyError):
         return None
 
@@ -142,7 +152,11 @@ def _wanted(sizes: dict[str, int], families: tuple[ModuleType, ...]) -> tuple[li
     chosen = inside or [name for name in sizes if "/" not in name]
     weights = [name for name in chosen if name.endswith(".safetensors")]
     # the names of shards say what belongs together; an index is as long as all headers, and only needed where they do not
-    index = () if all(SHARD.match(Path(name).stem) or _alone(name, weights) for name in weights) else (".safetensors.index.json",)
+    index = (
+        ()
+        if all(SHARD.match(Path(name).stem) or _alone(name, weights) for name in weights)
+        else (".safetensors.index.json",)
+    )
     small = [name for name in (*chosen, "model_index.json", "scheduler/scheduler_config.json") if name in sizes]
     small = [name for name in dict.fromkeys(small) if name.endswith(("config.json", "model_index.json", *index))]
     return weights[:MOST_FILES], [name for name in small if sizes[name] < LARGEST_HEADER_BYTES]

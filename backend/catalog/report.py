@@ -9,15 +9,33 @@ def table(found: VramPlan, card: Card, *, title: str = "") -> str:
     """Phases as rows, then what was done and why."""
     rows = [("phase", "weights", "staging", "working", "adapter", "peak low", "peak high", "RAM", "seconds")]
     for phase in found.phases:
-        rows.append((
-            phase.name, _gib(sum(phase.weights_bytes.values())), _gib(phase.staging_bytes), _gib(phase.working_bytes),
-            _gib(phase.adapter_bytes), _gib(phase.peak_low_bytes), _gib(phase.peak_high_bytes), _gib(phase.ram_bytes), _range(phase.seconds),
-        ))  # fmt: skip
+        rows.append(
+            (
+                phase.name,
+                _gib(sum(phase.weights_bytes.values())),
+                _gib(phase.staging_bytes),
+                _gib(phase.working_bytes),
+                _gib(phase.adapter_bytes),
+                _gib(phase.peak_low_bytes),
+                _gib(phase.peak_high_bytes),
+                _gib(phase.ram_bytes),
+                _range(phase.seconds),
+            )
+        )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))) for row in rows]
-    said = f"{title} on {card.name} ({card.total_bytes / GIB:.0f} GiB, {card.reserve_bytes / GIB:.1f} GiB kept free), GiB:"
+    lines = [
+        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
+        for row in rows
+    ]
+    said = (
+        f"{title} on {card.name} ({card.total_bytes / GIB:.0f} GiB, {card.reserve_bytes / GIB:.1f} GiB kept free), GiB:"
+    )
     verdict = {"green": "It fits.", "amber": "It may just fit.", "red": "It does not fit."}[found.verdict]
-    end = [f"{verdict} {found.advice}".strip(), *(f"- {_priced(step)}" for step in found.steps), *filter(None, [found.disk_words])]
+    end = [
+        f"{verdict} {found.advice}".strip(),
+        *(f"- {_priced(step)}" for step in found.steps),
+        *filter(None, [found.disk_words]),
+    ]
     return "\n".join([said, *lines, *end, *_for_scripts(found)])
 
 
@@ -36,7 +54,11 @@ def _for_scripts(found: VramPlan) -> list[str]:
         lines.append(f"vram_limit={found.vram_limit_gib}")
     if found.tiled_vae:
         lines.append("tiled=True")
-    lines += [f"--{name} {value}" if value is not True else f"--{name}" for name, value in found.settings.items() if value not in (False, None)]
+    lines += [
+        f"--{name} {value}" if value is not True else f"--{name}"
+        for name, value in found.settings.items()
+        if value not in (False, None)
+    ]
     return lines
 
 
@@ -44,7 +66,9 @@ def line(found: VramPlan) -> str:
     """The plan in one cell of a comparison."""
     rungs = "+".join(dict.fromkeys(_short(step.rung, found) for step in found.steps)) or "all resident"
     mark = {"green": "", "amber": "? ", "red": "no: "}[found.verdict]
-    return f"{mark}{found.peak_low_bytes / GIB:.1f}-{found.peak_high_bytes / GIB:.1f} {rungs}, {_range(found.seconds)} s"
+    return (
+        f"{mark}{found.peak_low_bytes / GIB:.1f}-{found.peak_high_bytes / GIB:.1f} {rungs}, {_range(found.seconds)} s"
+    )
 
 
 def _short(rung: str, found: VramPlan) -> str:

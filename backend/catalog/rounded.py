@@ -36,7 +36,10 @@ METHODS: dict[str, Callable[[int, int, int], int]] = {  # (rows, columns, bytes 
     "torchao_int8_w8a8": lambda rows, columns, wide: rows * columns + 5 * rows,
     "torchao_fp8_w8a8": lambda rows, columns, wide: rows * columns + 4 * rows,
 }
-KEPT_IN_FULL = ("torchao_int8_w8a16", "torchao_fp8_w8a16")  # autograd keeps each layer's weight in full until its backward pass
+KEPT_IN_FULL = (
+    "torchao_int8_w8a16",
+    "torchao_fp8_w8a16",
+)  # autograd keeps each layer's weight in full until its backward pass
 NO_GRADIENT = ("torchao_int4_w4a16", "torchao_int8_w8a8", "torchao_fp8_w8a8")
 
 

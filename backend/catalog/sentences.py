@@ -9,7 +9,18 @@ from backend.catalog.arrangement import Layout
 from backend.schema.vram import GIB, PlanStep
 
 NAMES = {"dit": "transformer", "dit2": "second transformer", "text": "text encoder", "vae": "VAE"}
-ORDER = ("park", "fp8", "stream", "halves", "tile", "checkpoint", "checkpoint_ram", "optimizer_8bit", "optimizer_ram", "disk")
+ORDER = (
+    "park",
+    "fp8",
+    "stream",
+    "halves",
+    "tile",
+    "checkpoint",
+    "checkpoint_ram",
+    "optimizer_8bit",
+    "optimizer_ram",
+    "disk",
+)
 LOSSY = ("fp8", "tile", "optimizer_8bit")
 
 
@@ -47,8 +58,14 @@ def _sentence(kind: str, part: str, option, terms) -> str:
         return f"The {name} is stored in FP8: half the memory, pictures differ slightly."
     if kind == "stream":
         layout = next(layout for layout in option.layout.parts.values() if layout.mode == "streamed")
-        count = next(len(terms.sizes.parts[key].blocks) for key, one in option.layout.parts.items() if one.mode == "streamed")
-        stay = f"{min(layout.on_card, count)} of {count} blocks stay on the card" if layout.on_card else "No block stays on the card"
+        count = next(
+            len(terms.sizes.parts[key].blocks) for key, one in option.layout.parts.items() if one.mode == "streamed"
+        )
+        stay = (
+            f"{min(layout.on_card, count)} of {count} blocks stay on the card"
+            if layout.on_card
+            else "No block stays on the card"
+        )
         return f"The {name} is streamed: {stay}, the others are fetched while their neighbours compute."
     if kind == "disk":
         return f"The {name} waits on disk, because RAM has no room for it."
@@ -76,7 +93,10 @@ def _smaller(terms, worst) -> str:
     """The change of the request that saves the phase most."""
     work = terms.work
     ideas = []
-    if worst.name in ("step", "sample", "decode", "encode", "denoise", "cache pictures") and work.width * work.height > 256 * 256:
+    if (
+        worst.name in ("step", "sample", "decode", "encode", "denoise", "cache pictures")
+        and work.width * work.height > 256 * 256
+    ):
         small = replace(work, width=max(64, work.width // 32 * 16), height=max(64, work.height // 32 * 16))
         ideas.append((_working(terms, small, worst), f"half the width and height ({small.width} × {small.height})"))
     if work.frames > 5:
@@ -86,7 +106,9 @@ def _smaller(terms, worst) -> str:
         ideas.append((_working(terms, replace(work, batch=1), worst), "a batch of 1"))
     if worst.name == "decode" and not terms.tiles:
         in_tiles = estimate.decode(terms.sizes.parts["vae"], terms.point, work.decoder_dtype, terms.fixed, tiled=True)
-        enough = worst.peak_high_bytes - worst.working_bytes + in_tiles.live <= terms.budget_bytes  # and the picture may stay as large as it is
+        enough = (
+            worst.peak_high_bytes - worst.working_bytes + in_tiles.live <= terms.budget_bytes
+        )  # and the picture may stay as large as it is
         ideas.append((0 if enough else in_tiles.likely, "a decode in tiles, which the preferences do not allow"))
     if terms.budget_bytes and card_is_shared(worst, terms):
         ideas.append((worst.working_bytes // 2, "closing other programs that use the card"))

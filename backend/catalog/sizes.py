@@ -22,7 +22,9 @@ from backend.schema.places import ASSETS
 from backend.schema.vram import DTYPE_BYTES
 
 MEMORY = ASSETS / "memory"
-EMBEDDING = re.compile(r"(embed_tokens|shared|[a-z]+_embedding|embeddings?)\.weight$")  # tables of tokens, which are no linear layers
+EMBEDDING = re.compile(
+    r"(embed_tokens|shared|[a-z]+_embedding|embeddings?)\.weight$"
+)  # tables of tokens, which are no linear layers
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,9 @@ _KEPT: dict[int, tuple] = {}  # a spec's thousands of tensors are read once, not
 
 def known_models() -> tuple[str, ...]:
     """Titles of the published models."""
-    return tuple(variant["title"] for family in published()["families"].values() for variant in family["variants"].values())
+    return tuple(
+        variant["title"] for family in published()["families"].values() for variant in family["variants"].values()
+    )
 
 
 def _of_name(name: str, folder: Path | None) -> ModelSizes:
@@ -205,7 +209,9 @@ def _published_part(name: str, said: dict, folder: Path | None) -> PartSizes:
     kind = said["network"].partition(":")[2]
     facts = published()["networks"][kind]
     depths = {block: _inner(said["config"], key) for block, key in facts["blocks"].items()}
-    table = next((one for one in tables(folder).values() if one["network"] == kind and _made_from(one, said["config"])), None)
+    table = next(
+        (one for one in tables(folder).values() if one["network"] == kind and _made_from(one, said["config"])), None
+    )
     assert table is not None, f"assets/memory has no table of {kind} {said['config']}"
     blocks = [Numbers(**_counts(table["numel"][block])) for block, depth in depths.items() for _ in range(depth)]
     other = Numbers(**_counts(table["numel"][""]))
@@ -288,10 +294,18 @@ def _read_part(part: PartSpec, folder: Path | None) -> PartSizes:
     table = tables(folder).get(fingerprint(kind, shapes, lists, flags), {})
     order = _in_order(counts, lists)
     return PartSizes(
-        part.name, kind, table, tuple(Numbers(*counts[key][:2]) for key in order), Numbers(*counts.get(("", 0), (0, 0))[:2]),
-        {home: sum(1 for key in counts if key[0] == home) for home in lists}, {k: tuple(v) for k, v in linears.items()}, part.nbytes,
-        outside, tuple(counts[key][2] for key in order), part.storage,
-    )  # fmt: skip
+        part.name,
+        kind,
+        table,
+        tuple(Numbers(*counts[key][:2]) for key in order),
+        Numbers(*counts.get(("", 0), (0, 0))[:2]),
+        {home: sum(1 for key in counts if key[0] == home) for home in lists},
+        {k: tuple(v) for k, v in linears.items()},
+        part.nbytes,
+        outside,
+        tuple(counts[key][2] for key in order),
+        part.storage,
+    )
 
 
 def _in_order(counts: dict, lists: tuple[str, ...]) -> list[tuple[str, int]]:

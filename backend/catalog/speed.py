@@ -74,9 +74,15 @@ def what_if(text: str, *, ram_gib: float = 64.0, reserve_gib: float = 0.6) -> tu
 def _card(name: str, gib: float, ram_gib: float, reserve_gib: float) -> Card:
     total, ram = int(gib * GIB), int(ram_gib * GIB)
     return Card(
-        "cuda:0", name, total, total, reserve_bytes=int(reserve_gib * GIB),
-        ram_total_bytes=ram, ram_free_bytes=int(ram * 0.85), measured=False,
-    )  # fmt: skip
+        "cuda:0",
+        name,
+        total,
+        total,
+        reserve_bytes=int(reserve_gib * GIB),
+        ram_total_bytes=ram,
+        ram_free_bytes=int(ram * 0.85),
+        measured=False,
+    )
 
 
 def speed_of(card: Card, file: Path | None = None) -> Speed:

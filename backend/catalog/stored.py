@@ -19,9 +19,10 @@ def on_disk(sizes: ModelSizes, point: dict, work: Work, layout: Layout) -> dict[
     if work.targets:
         moments = int(layout.state_bytes * (work.trained_numel - work.idle_numel))
         found |= {
-            "result": work.saved_number_bytes * work.trained_numel, "state": 4 * work.trained_numel + moments,
+            "result": work.saved_number_bytes * work.trained_numel,
+            "state": 4 * work.trained_numel + moments,
             "picture": _encoded(sizes.parts["dit"], point, work) if work.caches and work.keeps_encodings else 0,
-        }  # fmt: skip
+        }
     return found
 
 
@@ -37,7 +38,10 @@ def sentence(disk: dict[str, int], keeps: int) -> str:
     """Of a training run; "" of anything else."""
     if "state" not in disk:
         return ""
-    words = [f"{_size(disk['result'])} for each result", f"{_size(disk['state'])} for each full state (the newest {keeps} stay)"]
+    words = [
+        f"{_size(disk['result'])} for each result",
+        f"{_size(disk['state'])} for each full state (the newest {keeps} stay)",
+    ]
     if disk["picture"]:
         words.append(f"{_size(PICTURES * disk['picture'])} for the encodings of {PICTURES} pictures")
     return f"On disk: {', '.join(words)}."

@@ -42,12 +42,23 @@ def _encoding(terms: Terms, own: Layout) -> list[Option]:
     """Encoders come from disk, do their work and leave, or are fetched block by block; what the config says of one is done with all."""
     if not terms.encoders:
         return [Option(Layout(), ())]
-    can, said = terms.work.can, next((own.parts[part.name] for part in terms.encoders if part.name in own.parts), PartLayout(storage=""))
+    can, said = (
+        terms.work.can,
+        next((own.parts[part.name] for part in terms.encoders if part.name in own.parts), PartLayout(storage="")),
+    )
     storages = terms.storages if "fp8_models" in can else terms.storages[:1]
     storages = (said.storage,) if said.storage else storages
-    parked = options.text_options(replace(terms, homes=(DISK,), storages=storages), ("parked",)) if said.mode != "streamed" else []
+    parked = (
+        options.text_options(replace(terms, homes=(DISK,), storages=storages), ("parked",))
+        if said.mode != "streamed"
+        else []
+    )
     streams = said.mode == "streamed" or ("offload_models" in can and not is_rounded(said.storage))
-    streamed = options.text_options(replace(terms, storages=_fetched(terms, storages)), ("streamed",), fills=False) if streams else []
+    streamed = (
+        options.text_options(replace(terms, storages=_fetched(terms, storages)), ("streamed",), fills=False)
+        if streams
+        else []
+    )
     found = [_leaving(one, terms) for one in (*parked, *streamed) if one.off_card_bytes <= terms.ram_bytes]
     return found or [_leaving(one, terms) for one in parked or streamed]
 
@@ -62,7 +73,9 @@ def _leaving(option: Option, terms: Terms) -> Option:
     computing, home = terms.work.computing, "ram" if option.off_card_bytes else DISK
     read = sum(part.bytes(computing, computing) for part in terms.encoders)
     more = estimate.move_seconds(read, DISK, terms.speed) - estimate.move_seconds(read, home, terms.speed)
-    phases = tuple(replace(one, name="cache text", seconds=tuple(value + more for value in one.seconds)) for one in option.phases)
+    phases = tuple(
+        replace(one, name="cache text", seconds=tuple(value + more for value in one.seconds)) for one in option.phases
+    )
     parked = any(part.mode == "parked" for part in option.layout.parts.values())
     rungs = tuple(rung for rung in option.rungs if rung != "park" and not (parked and rung.startswith("disk")))
     return replace(option, phases=phases, rungs=rungs, off_card_bytes=0)
@@ -73,7 +86,9 @@ def _encode_pictures(terms: Terms) -> Option:
     if part is None:
         return Option(Layout(), ())
     dtype = terms.work.decoder_dtype
-    working = estimate.decode(part, {**estimate.encoded(terms.point, terms.sizes, terms.work), "b": 1}, dtype, terms.fixed, stage="encode")
+    working = estimate.decode(
+        part, {**estimate.encoded(terms.point, terms.sizes, terms.work), "b": 1}, dtype, terms.fixed, stage="encode"
+    )
     layout = PartLayout("parked", dtype, terms.homes[-1])
     phase = estimate.phase("cache pictures", {"vae": part.bytes(dtype, dtype)}, working, terms.fixed)
     return Option(Layout({"vae": layout}), (phase,))
@@ -88,7 +103,11 @@ def step_options(terms: Terms, own: Layout, *, beside: list[PartSizes] = (), fil
         checkpoints.add((True, own.checkpoints_in_ram))
     if "use_gradient_checkpointing_offload" in can and not on_cpu:
         checkpoints.add((True, True))
-    states = {own.state_bytes} | ({MOMENTS_8BIT} if terms.eight_bit_moments and "customized_optimizer" in can and own.state_bytes == 8.0 else set())
+    states = {own.state_bytes} | (
+        {MOMENTS_8BIT}
+        if terms.eight_bit_moments and "customized_optimizer" in can and own.state_bytes == 8.0
+        else set()
+    )
     if on_cpu:
         states = {own.state_bytes}  # 8-bit optimizers need a card
     where = {own.states_in_ram} | ({True} if "enable_optimizer_cpu_offload" in can and not on_cpu else set())
@@ -96,12 +115,30 @@ def step_options(terms: Terms, own: Layout, *, beside: list[PartSizes] = (), fil
     found = []
     for (checkpointed, in_ram), state, outside in itertools.product(sorted(checkpoints), sorted(states), sorted(where)):
         update = own.update if state == own.state_bytes else Update(0.0)
-        layout = replace(own, checkpointed=checkpointed, checkpoints_in_ram=in_ram, state_bytes=state, states_in_ram=outside, update=update)
+        layout = replace(
+            own,
+            checkpointed=checkpointed,
+            checkpoints_in_ram=in_ram,
+            state_bytes=state,
+            states_in_ram=outside,
+            update=update,
+        )
         taken = _taken(own, layout)
         for part, rungs, lossy in layouts:
             rungs = (*taken, *options._named("dit", tuple(rung for rung in rungs if rung != "park")))
             one = _step(terms, layout, part, rungs, lossy + (state != own.state_bytes), beside)
-            found += _filled(terms, own, one, lambda kept, one=one, layout=layout, rungs=rungs: _step(terms, layout, kept, rungs, one.lossy, beside)) if fills else [one]
+            found += (
+                _filled(
+                    terms,
+                    own,
+                    one,
+                    lambda kept, one=one, layout=layout, rungs=rungs: _step(
+                        terms, layout, kept, rungs, one.lossy, beside
+                    ),
+                )
+                if fills
+                else [one]
+            )
     return found
 
 
@@ -117,7 +154,9 @@ def _kept_layouts(terms: Terms, own: Layout) -> list[tuple[PartLayout, tuple[str
     if said.mode == "streamed":
         return fetched
     here = list(options.part_layouts(terms, modes=("resident",)))
-    return here + (fetched if "offload_models" in can and terms.work.targets != "full" and not is_rounded(said.storage) else [])
+    return here + (
+        fetched if "offload_models" in can and terms.work.targets != "full" and not is_rounded(said.storage) else []
+    )
 
 
 def _filled(terms: Terms, own: Layout, bare: Option, again) -> list[Option]:
@@ -147,7 +186,9 @@ def _step(terms: Terms, layout: Layout, kept: PartLayout, rungs, lossy: int, bes
     part, work, fixed = terms.denoisers[0], terms.work, terms.fixed
     numel, grads = work.trained_numel, moments.gradient_bytes(work)
     here = fixed.on_cpu or not layout.states_in_ram  # on a CPU the optimizer's RAM is where all else is
-    state = int(layout.state_bytes * (numel - work.idle_numel)) + (4 * numel if layout.states_in_ram else 0) if here else 0
+    state = (
+        int(layout.state_bytes * (numel - work.idle_numel)) + (4 * numel if layout.states_in_ram else 0) if here else 0
+    )
     key = ("step", layout.checkpointed, layout.checkpoints_in_ram, layout.states_in_ram, layout.update, work.idle_numel)
     working, checkpoints, by_moment = terms.once(key, lambda: moments.working(terms, layout))
     whole = part.numel * 4 if work.targets == "full" and part.name in work.trained else None
@@ -162,10 +203,19 @@ def _step(terms: Terms, layout: Layout, kept: PartLayout, rungs, lossy: int, bes
     ram += checkpoints if layout.checkpoints_in_ram else 0
     ram += int(layout.state_bytes * numel) + grads if layout.states_in_ram else 0
     around = sum(weights.values()) + staging + trained
-    phases = [estimate.phase(
-        "step", weights, working, fixed, staging=staging, adapter=trained + grads, ram=ram, seconds=_seconds(terms, layout, kept, checkpoints),
-        moments={name: fixed.corrected(max(0, around + more)) for name, more in by_moment.items()},
-    )]  # fmt: skip
+    phases = [
+        estimate.phase(
+            "step",
+            weights,
+            working,
+            fixed,
+            staging=staging,
+            adapter=trained + grads,
+            ram=ram,
+            seconds=_seconds(terms, layout, kept, checkpoints),
+            moments={name: fixed.corrected(max(0, around + more)) for name, more in by_moment.items()},
+        )
+    ]
     if work.samples:
         phases.append(_sample(terms, weights, staging, trained))
     phases.append(_save(terms, weights, staging, trained))
@@ -182,7 +232,9 @@ def _decoder_bytes(terms: Terms, layout: Layout) -> int:
 def _save(terms: Terms, weights: dict[str, int], staging: int, trained: int):
     """The result is put together in RAM, where a CPU computes too; states are written from where they are."""
     result = terms.work.saved_number_bytes * terms.work.trained_numel if terms.fixed.on_cpu else 0
-    return estimate.phase("save", weights, Working(result, result, result), terms.fixed, staging=staging, adapter=trained)
+    return estimate.phase(
+        "save", weights, Working(result, result, result), terms.fixed, staging=staging, adapter=trained
+    )
 
 
 def _seconds(terms: Terms, layout: Layout, kept: PartLayout, checkpoints: int) -> tuple[float, float]:
@@ -208,9 +260,15 @@ def _sample(terms: Terms, weights: dict[str, int], staging: int, adapter: int):
     pictures = 2 if work.guidance else 1
     point = {**terms.point, "b": pictures}
     own = cpu_runs.sample(terms.denoisers[0], terms.point, work, pictures) if fixed.on_cpu else None
-    working = terms.once("sample", lambda: estimate.denoise(terms.denoisers[0], point, work, fixed)) if own is None else Working(own, own, own)
+    working = (
+        terms.once("sample", lambda: estimate.denoise(terms.denoisers[0], point, work, fixed))
+        if own is None
+        else Working(own, own, own)
+    )
     if vae is not None:
-        working = max(working, estimate.decode(vae, {**point, "b": 1}, work.decoder_dtype, fixed), key=lambda one: one.likely)
+        working = max(
+            working, estimate.decode(vae, {**point, "b": 1}, work.decoder_dtype, fixed), key=lambda one: one.likely
+        )
     return estimate.phase("sample", weights, working, fixed, staging=staging, adapter=adapter)
 
 

@@ -102,8 +102,10 @@ def work_of_training(config, sizes: ModelSizes) -> tuple[Work, Layout]:
     full = listed(values.get("trainable_models"))
     base = values.get("lora_base_model") or ("" if full else "dit")
     part = sizes.parts.get(full[0] if full else base) or sizes.parts["dit"]
-    targets, numel = ("full", sum(sizes.parts[name].numel for name in full if name in sizes.parts)) if full else lora_size(
-        part, values["lora_target_modules"], values["lora_rank"]
+    targets, numel = (
+        ("full", sum(sizes.parts[name].numel for name in full if name in sizes.parts))
+        if full
+        else lora_size(part, values["lora_target_modules"], values["lora_rank"])
     )
     computing, words = COMPUTING.get(values["mixed_precision"], "bfloat16"), sizes.defaults.get("text_tokens", 128)
     work = Work(
@@ -126,7 +128,10 @@ def work_of_training(config, sizes: ModelSizes) -> tuple[Work, Layout]:
         keeps_states=values["keep_checkpoints"],
         decoder_dtype="float32",
         total_steps=values.get("max_steps") or 1000,
-        idle_numel=min(numel, idle_numel(part, () if full else lora_targets(part, values["lora_target_modules"]), values["lora_rank"])),
+        idle_numel=min(
+            numel,
+            idle_numel(part, () if full else lora_targets(part, values["lora_target_modules"]), values["lora_rank"]),
+        ),
         saved_number_bytes=4 if values.get("save_dtype") == "float32" else 2,
         can=TRAINING_RUNGS & values.keys(),
     )
@@ -151,7 +156,9 @@ def _own_layout(values: dict, sizes: ModelSizes) -> Layout:
 def _kept(values: dict, name: str) -> PartLayout:
     """How the config says that the part is kept: no storage and -1 blocks where it says nothing of that."""
     trained = [one.strip() for one in (values.get("trainable_models") or "").split(",")]
-    away = (bool(values.get("enable_model_cpu_offload")) and name not in trained) or is_named(name, values.get("offload_models"))
+    away = (bool(values.get("enable_model_cpu_offload")) and name not in trained) or is_named(
+        name, values.get("offload_models")
+    )
     stays = values.get("resident_blocks") if name == "dit" else 0
     return PartLayout(
         "streamed" if away else "resident",
@@ -181,7 +188,11 @@ def lora_size(part: PartSizes, wanted: str, rank: int) -> tuple[str, int]:
 
     As `lora_target_modules`: ends of names, a regular expression, "all-linear", the name of a set, or "" for those that are usual.
     """
-    sets, chosen, layers = published()["networks"].get(part.kind, {}).get("lora", {}), lora_targets(part, wanted), _layers(part)
+    sets, chosen, layers = (
+        published()["networks"].get(part.kind, {}).get("lora", {}),
+        lora_targets(part, wanted),
+        _layers(part),
+    )
     numel = sum(rank * (rows + columns) * count for rows, columns, count in map(layers.get, chosen))
     holding = [name for name, inside in sets.items() if all(_targeted(one, "", inside) for one in chosen)]
     return min(holding, key=lambda name: len(sets[name]), default="all"), numel
@@ -213,7 +224,10 @@ def unmatched(part: PartSizes, wanted: str) -> str | None:
     """What of `wanted` names no module; None where all of it does."""
     if is_pattern(wanted):
         return None if lora_targets(part, wanted) else wanted
-    return next((end for end in _ends_of(part, wanted) or () if not any(_targeted(name, "", [end]) for name in _layers(part))), None)
+    return next(
+        (end for end in _ends_of(part, wanted) or () if not any(_targeted(name, "", [end]) for name in _layers(part))),
+        None,
+    )
 
 
 def is_pattern(wanted: str) -> bool:
@@ -225,7 +239,9 @@ def idle_numel(part: PartSizes, targets, rank: int) -> int:
     """Numbers that train and never get a gradient: of the last block's modules whose results nothing reads. Without `targets` all train."""
     ends = published()["networks"].get(part.kind, {}).get("idle", ())
     idle = [name for name in targets or part.linears if _targeted(name, "", ends)]
-    return sum(rank * (rows + columns) if targets else rows * (columns + 1) for rows, columns, _ in map(part.linears.get, idle))
+    return sum(
+        rank * (rows + columns) if targets else rows * (columns + 1) for rows, columns, _ in map(part.linears.get, idle)
+    )
 
 
 def _targeted(name: str, wanted: str, ends) -> bool:

@@ -46,7 +46,10 @@ def _tables(network: str, config: dict, facts: dict) -> Iterator[dict]:
     if "lora" not in known:
         return
     small = "plain_tokens" in known and _numel(found, config) <= CPU_NUMEL
-    wide, narrow = (trace.cpu_tables(network, config, known, dtypes=(name,)) if small else iter(()) for name in ("float32", "bfloat16"))
+    wide, narrow = (
+        trace.cpu_tables(network, config, known, dtypes=(name,)) if small else iter(())
+        for name in ("float32", "bfloat16")
+    )
     cpu: dict = {}
     for forms in itertools.islice(narrow, USUAL):
         cpu |= forms

@@ -49,7 +49,9 @@ def picture_of(given: object) -> Image.Image:
         try:
             return pictures.on_white(given)
         except (OSError, ValueError) as error:  # its file was closed, or is cut off
-            raise Trouble("bad_picture", f"A picture that was given cannot be read: {str(error).rstrip('.')}.") from None
+            raise Trouble(
+                "bad_picture", f"A picture that was given cannot be read: {str(error).rstrip('.')}."
+            ) from None
     if isinstance(given, str | Path):
         return pictures.open_picture(given)
     raise Trouble("bad_value", f"{given!r:.80} is no picture.", hint="Give a PIL picture or a file's path.")
@@ -62,18 +64,30 @@ def check_switches(**given: object) -> None:
             raise Trouble("bad_value", f"{name} is {value!r:.80}, which is neither True nor False.")
 
 
-def check_call(*, input_image: object, tiled: object, tile_size: object, tile_stride: object, on_step: object, bar: object) -> None:
+def check_call(
+    *, input_image: object, tiled: object, tile_size: object, tile_stride: object, on_step: object, bar: object
+) -> None:
     """Raises Trouble for what a picture cannot be asked for with."""
     if input_image is not None and not isinstance(input_image, str | Path | Image.Image):
-        raise Trouble("bad_value", f"input_image is {input_image!r:.80}, which is no picture.", hint="Give a PIL picture or a file's path.")
+        raise Trouble(
+            "bad_value",
+            f"input_image is {input_image!r:.80}, which is no picture.",
+            hint="Give a PIL picture or a file's path.",
+        )
     if tiled is not None:
         check_switches(tiled=tiled)
     for name, value in (("tile_size", tile_size), ("tile_stride", tile_stride)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise Trouble("bad_value", f"{name} is {value!r:.80}; it is a whole number of latent cells (8 pixels), at least 1.")
+            raise Trouble(
+                "bad_value", f"{name} is {value!r:.80}; it is a whole number of latent cells (8 pixels), at least 1."
+            )
     for name, value in (("on_step", on_step), ("progress_bar_cmd", bar)):
         if value is not None and not callable(value):
-            raise Trouble("bad_value", f"{name} is {value!r:.80}, which cannot be called.", hint="Give a function, or leave it out.")
+            raise Trouble(
+                "bad_value",
+                f"{name} is {value!r:.80}, which cannot be called.",
+                hint="Give a function, or leave it out.",
+            )
 
 
 @contextlib.contextmanager

@@ -23,7 +23,9 @@ from backend.schema.places import Places, places
 BLOCK = {"cpu": (1024, 512)}
 OTHER = (4096, 3072)
 HEAD = 64
-BETTER = 1.3  # the most that a large network gets out of a device beyond this small block; the estimate's range begins there
+BETTER = (
+    1.3  # the most that a large network gets out of a device beyond this small block; the estimate's range begins there
+)
 COPIED_BYTES = {"cpu": 2**26}
 SECONDS = 0.4
 
@@ -37,7 +39,9 @@ def measure(device: torch.device, *, file: Path | None = None) -> Speed:
     count = COPIED_BYTES.get(kind, 2**28)
     source = torch.empty(count, dtype=torch.uint8, pin_memory=kind == "cuda")
     here = torch.empty(count, dtype=torch.uint8, device=device)
-    link = assumed.link_bytes if kind == "cpu" else count / _seconds(lambda: here.copy_(source, non_blocking=True), device)
+    link = (
+        assumed.link_bytes if kind == "cpu" else count / _seconds(lambda: here.copy_(source, non_blocking=True), device)
+    )
     other = torch.empty_like(here)
     inside = 2 * count / _seconds(lambda: other.copy_(here), device)
     disk = _disk(file) if file is not None else assumed.disk_bytes
@@ -48,9 +52,15 @@ def measure(device: torch.device, *, file: Path | None = None) -> Speed:
 def _block_rate(device: torch.device, tokens: int, width: int) -> float:
     """Operations a second of attention and a feed-forward layer of four times the width, with what stands between them."""
     x = torch.randn(1, tokens, width, device=device).to(memory.best_dtype(device))
-    weights = [torch.randn(rows, columns, device=device).to(x.dtype) / columns**0.5 for rows, columns in (
-        (3 * width, width), (width, width), (4 * width, width), (width, 4 * width),
-    )]  # fmt: skip
+    weights = [
+        torch.randn(rows, columns, device=device).to(x.dtype) / columns**0.5
+        for rows, columns in (
+            (3 * width, width),
+            (width, width),
+            (4 * width, width),
+            (width, 4 * width),
+        )
+    ]
 
     def block() -> torch.Tensor:
         normed = F.layer_norm(x, (width,))
@@ -94,7 +104,11 @@ def _disk(file: Path) -> float:
 
 def largest_file(here: Places) -> Path | None:
     """The largest model file that is here, if it is large enough to tell how fast the disk is."""
-    files = [path for path in here.models.rglob("*.safetensors") if path.stat().st_size >= 2**27] if here.models.is_dir() else []
+    files = (
+        [path for path in here.models.rglob("*.safetensors") if path.stat().st_size >= 2**27]
+        if here.models.is_dir()
+        else []
+    )
     return max(files, key=lambda path: path.stat().st_size, default=None)
 
 
@@ -107,7 +121,9 @@ def main() -> None:
     card = memory.probe(said.device)
     found = measure(torch.device(card.device), file=said.file or largest_file(places()))
     speed.remember(card, found, places().user / "calibration.json")
-    print(f"{card.name}: {found.flops / 1e12:.2f} TFLOP/s, link {found.link_bytes / 1e9:.1f} GB/s, disk {found.disk_bytes / 1e9:.1f} GB/s")
+    print(
+        f"{card.name}: {found.flops / 1e12:.2f} TFLOP/s, link {found.link_bytes / 1e9:.1f} GB/s, disk {found.disk_bytes / 1e9:.1f} GB/s"
+    )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,9 @@ def check(device: torch.device) -> None:
     """Raises Trouble where nothing can be compiled for `device`: asked before anything is loaded."""
     reason = why_no_compiler(device) if BACKEND == INDUCTOR else None
     if reason:
-        raise Trouble("no_compiler", f"The model cannot be compiled: {reason}.", hint="Install it, or leave compile off.")
+        raise Trouble(
+            "no_compiler", f"The model cannot be compiled: {reason}.", hint="Install it, or leave compile off."
+        )
 
 
 def compile_blocks(module: nn.Module, lists: Iterable[str]) -> None:
@@ -63,7 +65,9 @@ def _blocks(module: nn.Module, lists: Iterable[str]) -> Iterator[nn.Module]:
 
 def _check_free(block: nn.Module) -> None:
     if "forward" in block.__dict__:
-        raise Trouble("not_supported", f"The forward of {type(block).__name__} is replaced already, so it is not compiled.")
+        raise Trouble(
+            "not_supported", f"The forward of {type(block).__name__} is replaced already, so it is not compiled."
+        )
 
 
 def _ready_for_compiler(compiled: Callable) -> Callable:
@@ -88,7 +92,10 @@ def _settings() -> Iterator[None]:
     import torch.fx.experimental._config as shapes
 
     # Sizes that happen to be equal (8 tokens, rank 8) are not taken for the same: they would not be, the next time.
-    with shapes.patch(use_duck_shape=False), dynamo.patch(recompile_limit=GRAPHS, force_nn_module_property_static_shapes=False):
+    with (
+        shapes.patch(use_duck_shape=False),
+        dynamo.patch(recompile_limit=GRAPHS, force_nn_module_property_static_shapes=False),
+    ):
         yield
 
 

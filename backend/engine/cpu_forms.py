@@ -30,7 +30,11 @@ def forms_of(network: str, config: dict, known: dict, dtype: torch.dtype, name: 
     and more ("bn"). Of samples under "KERNEL/sample/TARGETS/DTYPE": one picture, and both halves of guidance ("b2").
     """
     for kernel in cpu_step.KERNELS if dtype != torch.float32 else cpu_step.KERNELS[:1]:
-        sets = sorted((*known["lora"], "full"), key=lambda name: name != "usual") if kernel == "plain" else ("usual", "full")
+        sets = (
+            sorted((*known["lora"], "full"), key=lambda name: name != "usual")
+            if kernel == "plain"
+            else ("usual", "full")
+        )
         for targets in sets:
             for checkpointed in (False, True):
                 key = f"{kernel}/{targets}/{'checkpointed' if checkpointed else 'kept'}/{name}"
@@ -39,25 +43,37 @@ def forms_of(network: str, config: dict, known: dict, dtype: torch.dtype, name: 
                 yield f"{kernel}/sample/{targets}/{name}", samples(network, config, known, dtype, kernel, targets)
 
 
-def steps(network: str, config: dict, known: dict, dtype: torch.dtype, kernel: str, targets: str, *, checkpointed: bool) -> dict:
+def steps(
+    network: str, config: dict, known: dict, dtype: torch.dtype, kernel: str, targets: str, *, checkpointed: bool
+) -> dict:
     """Forms of a step of one picture and of several."""
     wanted = known["lora"].get(targets, [])
     return {
         name: step_form(network, config, known, dtype, kernel, wanted, many=many, checkpointed=checkpointed)
         for name, many in (("b1", False), ("bn", True))
-    }  # fmt: skip
+    }
 
 
 def step_form(
-    network: str, config: dict, known: dict, dtype: torch.dtype, kernel: str, targets: list[str], *, many: bool, checkpointed: bool,
-) -> dict:  # fmt: skip
+    network: str,
+    config: dict,
+    known: dict,
+    dtype: torch.dtype,
+    kernel: str,
+    targets: list[str],
+    *,
+    many: bool,
+    checkpointed: bool,
+) -> dict:
     """The form of a step with adapters on `targets`, or (none) of all weights: features, and each section's pieces at each depth."""
     names, points = names_of(many=many), points_of(kernel, many=many)
     span = SPAN[kernel] | {"b": PICTURES if many else (1, 1), "r": RANKS if targets else (1, 1)}
     sections = {section: [] for section in SECTIONS}
     for depths in shallow.depths_of(known):
         few = shallow.config_of(config, known, depths)
-        tapes = [step_tape(network, few, known, dtype, targets, point, kernel, checkpointed=checkpointed) for point in points]
+        tapes = [
+            step_tape(network, few, known, dtype, targets, point, kernel, checkpointed=checkpointed) for point in points
+        ]
         for section, between in SECTIONS.items():
             form = forms.fit(names, points, tapes, span, section=between, single=True)
             sections[section].append(_centred(form["pieces"]))
@@ -82,22 +98,39 @@ def points_of(kernel: str, *, many: bool) -> list[dict]:
 
 def _without_zeros(names: list[str], sections: dict[str, list]) -> dict:
     """The features that matter, and the pieces in these alone."""
-    used = [any(piece[at] for depths in sections.values() for pieces in depths for piece in pieces) for at in range(len(names))]
+    used = [
+        any(piece[at] for depths in sections.values() for pieces in depths for piece in pieces)
+        for at in range(len(names))
+    ]
     short = {
         name: [[[value for value, wanted in zip(piece, used) if wanted] for piece in pieces] for pieces in depths]
         for name, depths in sections.items()
-    }  # fmt: skip
+    }
     return {"features": [name for name, wanted in zip(names, used) if wanted], **short}
 
 
 def step_tape(
-    network: str, config: dict, known: dict, dtype: torch.dtype, targets: list[str], point: dict, kernel: str, *, checkpointed: bool,
-) -> Tape:  # fmt: skip
+    network: str,
+    config: dict,
+    known: dict,
+    dtype: torch.dtype,
+    targets: list[str],
+    point: dict,
+    kernel: str,
+    *,
+    checkpointed: bool,
+) -> Tape:
     """A step of a run on a CPU at `point`, with adapters on `targets` or (none) of all weights."""
     with fakes():
         module = cpu_step.network(
-            network, config, dtype, targets=targets, rank=point["r"], checkpointed=checkpointed, kernel=kernel,
-        )  # fmt: skip
+            network,
+            config,
+            dtype,
+            targets=targets,
+            rank=point["r"],
+            checkpointed=checkpointed,
+            kernel=kernel,
+        )
         blocks = [block for name in known["blocks"] for block in module.get_submodule(name)]
         return cpu_step.step_tape(module, blocks, point, dtype, lean=bool(targets))
 

@@ -14,10 +14,16 @@ from backend.engine import plain_attention, stages
 from backend.engine.tape import Tape, record
 
 KERNELS = ("plain", "fused")  # attention in matrix products for short sequences, torch's own for long ones
-FORWARD, TOP, BOTTOM = "forward", "top", "bottom"  # ends of the forward pass, and of the last block's backward; beginning of the first's
+FORWARD, TOP, BOTTOM = (
+    "forward",
+    "top",
+    "bottom",
+)  # ends of the forward pass, and of the last block's backward; beginning of the first's
 
 
-def network(name: str, config: dict, dtype: torch.dtype, *, targets: list[str], rank: int, checkpointed: bool, kernel: str) -> torch.nn.Module:
+def network(
+    name: str, config: dict, dtype: torch.dtype, *, targets: list[str], rank: int, checkpointed: bool, kernel: str
+) -> torch.nn.Module:
     """The network as a run on a CPU has it: with adapters on `targets`, or (none) with weights in float32 that train."""
     module = stages.build(name, config, dtype if targets else torch.float32)
     if kernel == "plain":
@@ -32,8 +38,11 @@ def network(name: str, config: dict, dtype: torch.dtype, *, targets: list[str], 
     return module
 
 
-def step_tape(module: torch.nn.Module, blocks: list[torch.nn.Module], point: dict, dtype: torch.dtype, *, lean: bool) -> Tape:
+def step_tape(
+    module: torch.nn.Module, blocks: list[torch.nn.Module], point: dict, dtype: torch.dtype, *, lean: bool
+) -> Tape:
     """One step without gradients of an earlier one, with marks. `blocks` in the order in which they compute; `lean`: no autocast."""
+
     def work(tape: Tape) -> None:
         latents, noise = _latents(module, point), _latents(module, point)
         with _marking(blocks, tape):
@@ -96,7 +105,10 @@ def _loss(module, latents, noise, point: dict, dtype: torch.dtype, *, lean: bool
 @contextlib.contextmanager
 def _marking(blocks: list[torch.nn.Module], tape: Tape) -> Iterator[None]:
     """Marks where gradients arrive at the output of the last block but one (TOP) and of the first (BOTTOM)."""
-    handles = [blocks[-2].register_forward_hook(_marker(tape, TOP)), blocks[0].register_forward_hook(_marker(tape, BOTTOM))]
+    handles = [
+        blocks[-2].register_forward_hook(_marker(tape, TOP)),
+        blocks[0].register_forward_hook(_marker(tape, BOTTOM)),
+    ]
     try:
         yield
     finally:

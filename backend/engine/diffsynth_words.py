@@ -36,10 +36,16 @@ CALL = {  # word -> (values that ask for nothing, sentence)
     "context_image": ((None,), _NOT_YET),
 }
 COMPILE = {
-    "mode": (("default", None), "{} is torch's default here: other modes keep addresses of weights, which move while they are streamed."),
+    "mode": (
+        ("default", None),
+        "{} is torch's default here: other modes keep addresses of weights, which move while they are streamed.",
+    ),
     "dynamic": ((True, None), "{} is on: one graph serves all sizes."),
     "fullgraph": ((False, None), "{} is off: a LoRA that cannot be traced is computed beside the graph."),
-    "compile_models": ((None, ["dit"], ("dit",)), "{}: only the repeated block of dit is compiled, where nearly all the time goes."),
+    "compile_models": (
+        (None, ["dit"], ("dit",)),
+        "{}: only the repeated block of dit is compiled, where nearly all the time goes.",
+    ),
 }
 
 
@@ -60,5 +66,7 @@ def tiles(size: int | None, stride: int | None) -> tuple[int, int]:
     size = size or 2 * stride
     stride = stride or size // 2
     if not 0 < stride <= size:
-        raise Trouble("bad_value", f"tile_stride is {stride} and tile_size {size}.", hint="Take a stride from 1 to the size.")
+        raise Trouble(
+            "bad_value", f"tile_stride is {stride} and tile_size {size}.", hint="Take a stride from 1 to the size."
+        )
     return size, stride

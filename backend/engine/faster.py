@@ -40,11 +40,15 @@ def arrange(pipeline, request: GenerationRequest) -> None:
     if request.compile:
         compiled.check(pipeline.device)
     if request.fp8_products:
-        pipeline.note("Layers were multiplied in FP8, inputs rounded too: the picture is close to the exact one, not the same.")
+        pipeline.note(
+            "Layers were multiplied in FP8, inputs rounded too: the picture is close to the exact one, not the same."
+        )
     lists = pipeline.family.PARTS[PART].blocks
     compiles = request.compile != compiled.is_compiled(module, lists)
     codes = native_fp8.chosen if request.fp8_products else _none
-    if placed is not None and (request.compile != placed.whole or any(unit.codes != codes(unit) for unit in placed.blocks)):
+    if placed is not None and (
+        request.compile != placed.whole or any(unit.codes != codes(unit) for unit in placed.blocks)
+    ):
         if request.compile:
             compiled.check_whole(module, lists, [unit.module for unit in placed.blocks])
         placed.arrange(whole=request.compile, codes=codes)

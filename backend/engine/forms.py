@@ -30,9 +30,14 @@ def letter_of(point: dict, letter: str) -> float:
 
 
 def fit(
-    names: list[str], points: list[dict], tapes: list[Tape], span: dict[str, tuple[float, float]], *,
-    section: tuple[str, str] | None = None, single: bool = False,
-) -> dict:  # fmt: skip
+    names: list[str],
+    points: list[dict],
+    tapes: list[Tape],
+    span: dict[str, tuple[float, float]],
+    *,
+    section: tuple[str, str] | None = None,
+    single: bool = False,
+) -> dict:
     """The closed form of the stage whose `tapes` were taken at `points`; exact within `span` (variable -> least, greatest).
 
     `section`: of the events between these two marks alone ("": the beginning). `single`: each storage is a multiple of one of `names`
@@ -49,7 +54,9 @@ def fit(
     pieces = _prune(names, _running_sums(events[0], coefficients.T)[inside], span)
     form = {"features": names, "pieces": [[tidy(value) for value in piece] for piece in pieces]}
     for point, tape in zip(points, tapes, strict=True):
-        alive = itertools.accumulate(_signed(tape)) if single else live(tape)  # small storages would be rounded up to blocks
+        alive = (
+            itertools.accumulate(_signed(tape)) if single else live(tape)
+        )  # small storages would be rounded up to blocks
         highest = max(itertools.islice(alive, inside.start, inside.stop), default=0)
         off = abs(evaluate(form, point) - highest)
         if off > max(5 * TOLERANCE * highest, ROUNDING):
@@ -66,7 +73,9 @@ def _sums(matrix: numpy.ndarray, sizes: numpy.ndarray) -> numpy.ndarray:
 def _multiples(names: list[str], matrix: numpy.ndarray, sizes: numpy.ndarray) -> numpy.ndarray:
     """The same where each storage is a multiple of the first feature that it is proportional to. Small ones, such as angles of a
     picture's rows, may be none: they are taken as always the largest."""
-    sizes = numpy.where(sizes.max(0) <= ROUNDING / 4, numpy.where(_proportional(matrix, sizes).any(0), sizes, sizes.max(0)), sizes)
+    sizes = numpy.where(
+        sizes.max(0) <= ROUNDING / 4, numpy.where(_proportional(matrix, sizes).any(0), sizes, sizes.max(0)), sizes
+    )
     ratios, fits = sizes[:, None, :] / matrix[:, :, None], _proportional(matrix, sizes)
     unknown = numpy.flatnonzero(~fits.any(0))
     if len(unknown):
@@ -92,8 +101,15 @@ def evaluate(form: dict, point: dict) -> float:
 def with_rank(form: dict, nbytes: float, traced: int) -> dict:
     """`form`, traced with adapters of one rank, for any: `nbytes` for each token and rank lie between their two matrices."""
     at = form["features"].index("n")
-    pieces = [[*(value - nbytes * traced if i == at else value for i, value in enumerate(piece)), nbytes] for piece in form["pieces"]]
-    return {**form, "features": [*form["features"], "nr"], "pieces": [[tidy(value) for value in piece] for piece in pieces]}
+    pieces = [
+        [*(value - nbytes * traced if i == at else value for i, value in enumerate(piece)), nbytes]
+        for piece in form["pieces"]
+    ]
+    return {
+        **form,
+        "features": [*form["features"], "nr"],
+        "pieces": [[tidy(value) for value in piece] for piece in pieces],
+    }
 
 
 def fit_peaks(names: list[str], points: list[dict], tapes: list[Tape]) -> dict:
@@ -156,7 +172,9 @@ def _prune(names: list[str], alive: numpy.ndarray, span: dict) -> list[numpy.nda
 
 
 def _grid(span: dict[str, tuple[float, float]]) -> list[dict]:
-    steps = {name: numpy.unique(numpy.geomspace(low, high, 7)) if high > low else [low] for name, (low, high) in span.items()}
+    steps = {
+        name: numpy.unique(numpy.geomspace(low, high, 7)) if high > low else [low] for name, (low, high) in span.items()
+    }
     return [dict(zip(steps, values, strict=True)) for values in itertools.product(*steps.values())]
 
 
@@ -164,4 +182,3 @@ def tidy(value: float, *, digits: int = 7) -> float | int:
     """`value` in few digits, which say it as well."""
     short = float(f"{value:.{digits}g}")
     return int(short) if short.is_integer() else short
-

@@ -101,7 +101,9 @@ def _q3_k(blocks):
     high = ((packed[:, None, 8:] >> places[:, None]) & 3).flatten(1)  # (B, 16): of scales 0-3, 4-7, ...
     scales = (low | high << 4).float() - 32
     top = (blocks[:, :32, None] >> torch.arange(8, device=blocks.device, dtype=torch.uint8)) & 1  # (B, 32, 8)
-    numbers = _pairs(blocks[:, 32:96]).permute(0, 1, 3, 2).reshape(-1, 8, 32).float() - 4 + 4 * top.permute(0, 2, 1).float()
+    numbers = (
+        _pairs(blocks[:, 32:96]).permute(0, 1, 3, 2).reshape(-1, 8, 32).float() - 4 + 4 * top.permute(0, 2, 1).float()
+    )
     return (d * scales)[:, :, None] * numbers.reshape(-1, 16, 16)
 
 

@@ -71,7 +71,9 @@ class Pass:
     weights are held somebody else must: what the graph keeps has to go the moment that the graph goes.
     """
 
-    def __init__(self, hold: Callable[[Pass], None], let_go: Callable[[Pass], None], buffers: Callable[[], list[torch.Tensor]]):
+    def __init__(
+        self, hold: Callable[[Pass], None], let_go: Callable[[Pass], None], buffers: Callable[[], list[torch.Tensor]]
+    ):
         self._hold, self._let_go, self._buffers = hold, let_go, buffers
         self.held = False
         self._addresses: dict[int, int] = {}

@@ -15,7 +15,9 @@ def grow_segments(environment: MutableMapping[str, str] = os.environ, platform: 
 
     Torch has two names for the variable; the older is understood by every version.
     """
-    if platform == "linux" and not any(name in environment for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")):
+    if platform == "linux" and not any(
+        name in environment for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    ):
         environment["PYTORCH_CUDA_ALLOC_CONF"] = GROWING
 
 

@@ -28,7 +28,9 @@ def weight_bytes(modules: Mapping[str, object], device: torch.device) -> int:
 
 
 def _weights(modules: Mapping[str, object], device: torch.device) -> list[torch.Tensor]:
-    return [one for module in modules.values() if isinstance(module, torch.nn.Module) for one in _of_module(module, device)]
+    return [
+        one for module in modules.values() if isinstance(module, torch.nn.Module) for one in _of_module(module, device)
+    ]
 
 
 def _of_module(module: torch.nn.Module, device: torch.device) -> list[torch.Tensor]:
@@ -55,9 +57,12 @@ def _sum(tensors: Iterable[torch.Tensor], device: torch.device, *, but: Mapping[
 def adapter_bytes(modules: Mapping[str, object]) -> int:
     """Bytes of the LoRAs that act beside layers of `modules`."""
     branches = [
-        layer.__dict__[STATE] for module in modules.values() if isinstance(module, torch.nn.Module)
-        for layer in module.modules() if STATE in layer.__dict__
-    ]  # fmt: skip
+        layer.__dict__[STATE]
+        for module in modules.values()
+        if isinstance(module, torch.nn.Module)
+        for layer in module.modules()
+        if STATE in layer.__dict__
+    ]
     return sum(one.nbytes for each in branches for one in (each.down, each.up, *each.added.values()) if one is not None)
 
 
@@ -97,9 +102,14 @@ class Measure:
     """
 
     def __init__(
-        self, modules: Mapping[str, object], device: torch.device | str, *, known_bytes: int = 0, looks: bool = True,
+        self,
+        modules: Mapping[str, object],
+        device: torch.device | str,
+        *,
+        known_bytes: int = 0,
+        looks: bool = True,
         beside: Callable[[], Iterable[torch.Tensor]] = tuple,
-    ):  # fmt: skip
+    ):
         self.modules, self.device, self.beside = modules, torch.device(device), beside
         self.by_phase: dict[str, int] = {}
         self._name, self._kept_bytes, self._steps = "", 0, 0

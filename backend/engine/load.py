@@ -115,7 +115,9 @@ class _ParametersOnMeta(TorchFunctionMode):
     """
 
     empty = frozenset({torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full})
-    fills = frozenset({"normal_", "uniform_", "kaiming_uniform_"})  # by name: transformers puts functions of its own in their places
+    fills = frozenset(
+        {"normal_", "uniform_", "kaiming_uniform_"}
+    )  # by name: transformers puts functions of its own in their places
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -223,9 +225,10 @@ def blocks_of(at: TensorAt) -> Blocks | None:
     found = Blocks(at.dtype, tuple(at.shape))
     if found.nbytes != at.nbytes:
         raise Trouble(
-            "not_supported", f"{at.file.name} stores {at.key} in blocks that do not end with its rows, so it cannot be read.",
+            "not_supported",
+            f"{at.file.name} stores {at.key} in blocks that do not end with its rows, so it cannot be read.",
             hint="Take another file of this model.",
-        )  # fmt: skip
+        )
     return found
 
 

@@ -163,7 +163,9 @@ class Adapters:
             if not one.hot.get(part, True):
                 one.changes = self._changes_again(one)
                 one.hot[part], one.receipt = True, replace(one.receipt, mode="hot")
-        self._refresh_hot(part, {module for one in self.loaded if part in one.hot for module in modules_of(one.names[part])})
+        self._refresh_hot(
+            part, {module for one in self.loaded if part in one.hot for module in modules_of(one.names[part])}
+        )
 
     def close(self) -> None:
         """Lets the parts go, as they are."""

@@ -38,7 +38,9 @@ class Branches:
     row_excess: torch.Tensor | None = None  # sum of strength * (c - 1) over DoRAs by rows
     column_excess: torch.Tensor | None = None  # likewise by columns
     added: dict[str, torch.Tensor] = field(default_factory=dict)  # parameter -> what is added to it during a call
-    rotations: list[torch.Tensor] = field(default_factory=list)  # (b, k, k): what turns the input before the layer has it
+    rotations: list[torch.Tensor] = field(
+        default_factory=list
+    )  # (b, k, k): what turns the input before the layer has it
 
     def on(self, like: torch.Tensor) -> Branches:
         """The same, where and as `like` is."""

@@ -103,7 +103,12 @@ def run_merge(
     metadata = {"format": "pt", "loft.layout": layout, "loft.family": chosen.NAME, "modelspec.merged_from": names}
     write_contents(out, whole, layout, book, metadata, dtype, overwrite, on_progress, should_stop)
     idle = "" if len(used) == len(paths) else f"; {len(paths) - len(used)} at strength 0 left out"
-    return {"path": out, "modules": len(whole), "error": error, "said": f"{len(used)} {'file' if len(used) == 1 else 'files'} merged {said}{idle}."}
+    return {
+        "path": out,
+        "modules": len(whole),
+        "error": error,
+        "said": f"{len(used)} {'file' if len(used) == 1 else 'files'} merged {said}{idle}.",
+    }
 
 
 def run_resize(
@@ -281,5 +286,11 @@ def _families() -> tuple:
 def _check_acts(whole: dict, parts: list) -> None:
     """Raises Trouble where the parts of a merge cancel each other."""
     length = sum(norm for _, norm, _ in lora_math.strengths(whole))
-    if length <= CANCELLED * sum(abs(number) * norm for some, number in parts for _, norm, _ in lora_math.strengths(some)):
-        raise Trouble("bad_value", "The files cancel each other: the merged LoRA would do nothing.", hint="Give them other strengths.")
+    if length <= CANCELLED * sum(
+        abs(number) * norm for some, number in parts for _, norm, _ in lora_math.strengths(some)
+    ):
+        raise Trouble(
+            "bad_value",
+            "The files cancel each other: the merged LoRA would do nothing.",
+            hint="Give them other strengths.",
+        )

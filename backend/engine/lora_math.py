@@ -85,7 +85,10 @@ def reduced(
     if (rank is None) == (energy is None):
         raise Trouble("bad_value", "Give either a rank or a share of the energy.")
     if (rank is not None and rank < 1) or (energy is not None and not 0 < energy <= 1):
-        raise Trouble("bad_value", f"A rank is at least 1 and a share lies between 0 and 1, not {energy if rank is None else rank}.")
+        raise Trouble(
+            "bad_value",
+            f"A rank is at least 1 and a share lies between 0 and 1, not {energy if rank is None else rank}.",
+        )
     found, errors, ranks = {}, {}, {}
     lost = whole = 0.0
     for number, (name, content) in enumerate(contents.items()):

@@ -45,9 +45,10 @@ def rotation_changes(module: Module) -> list[Change]:
     shape = module.shape_of(f"{slot.module}.weight")
     if len(module.slots) > 1 or slot.share != (0, 1, 1) or slot.place != (0, 1, 1) or shape is None or len(shape) != 2:
         raise Trouble(
-            "not_supported", f"{module.source.name} turns the inputs of {name}, which is no linear layer of its own in this model.",
+            "not_supported",
+            f"{module.source.name} turns the inputs of {name}, which is no linear layer of its own in this model.",
             hint="Convert it with the tool that made it; nothing was changed.",
-        )  # fmt: skip
+        )
     numbers = module.read("oft").float()
     blocks, size = numbers.shape[0], (1 + math.isqrt(1 + 8 * numbers.shape[1])) // 2
     if size * (size - 1) // 2 != numbers.shape[1] or shape[1] % size or blocks not in (1, shape[1] // size):
@@ -68,4 +69,6 @@ def cayley(numbers: torch.Tensor, size: int) -> torch.Tensor:
 
 def turned(x: torch.Tensor, rotations: list[torch.Tensor]) -> torch.Tensor:
     """x (..., i) with what each of `rotations` (b, k, k), b * k = i, adds to it."""
-    return x + sum(torch.einsum("...bk,bkc->...bc", x.unflatten(-1, turns.shape[:2]), turns).flatten(-2) for turns in rotations)
+    return x + sum(
+        torch.einsum("...bk,bkc->...bc", x.unflatten(-1, turns.shape[:2]), turns).flatten(-2) for turns in rotations
+    )

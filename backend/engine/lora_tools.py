@@ -59,7 +59,11 @@ def _pair(text: str) -> tuple[str, float]:
         return (path, float(strength)) if colon and len(path) > 1 else (text, 1.0)
     except ValueError:
         if Path(path).is_file() and not Path(text).exists():
-            raise Trouble("bad_value", f"{strength!r} in {text} is no strength.", hint=f"Write {Path(path).name}:0.8, for example.") from None
+            raise Trouble(
+                "bad_value",
+                f"{strength!r} in {text} is no strength.",
+                hint=f"Write {Path(path).name}:0.8, for example.",
+            ) from None
         return text, 1.0
 
 
@@ -67,7 +71,9 @@ def _setting(text: str) -> tuple[str, str]:
     """KEY=VALUE."""
     key, sign, value = text.partition("=")
     if not sign:
-        raise Trouble("bad_value", f"--set {text} names no value.", hint=f"Write --set {text}=VALUE, or --remove {text}.")
+        raise Trouble(
+            "bad_value", f"--set {text} names no value.", hint=f"Write --set {text}=VALUE, or --remove {text}."
+        )
     return key, value
 
 

@@ -22,10 +22,18 @@ def check_strengths(paths: Sequence[str], strengths: Sequence[object]) -> list[f
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):
-            raise Trouble("bad_value", f"The strength of {Path(path).name} is {strength!r}, which is no finite number.", hint="For example 0.8.")
+            raise Trouble(
+                "bad_value",
+                f"The strength of {Path(path).name} is {strength!r}, which is no finite number.",
+                hint="For example 0.8.",
+            )
         found.append(number)
     if not any(found):
-        raise Trouble("bad_value", "All strengths are 0, so nothing would be changed.", hint="Give at least one file another strength.")
+        raise Trouble(
+            "bad_value",
+            "All strengths are 0, so nothing would be changed.",
+            hint="Give at least one file another strength.",
+        )
     return found
 
 
@@ -40,7 +48,9 @@ def check_rank(rank: object, *, needed: bool = False) -> None:
 def check_share(energy: object) -> None:
     """Raises Trouble for an `energy` that is no share."""
     if energy is not None and (isinstance(energy, bool) or not isinstance(energy, int | float) or not 0 < energy <= 1):
-        raise Trouble("bad_value", f"The energy is {energy!r}; it is a share above 0, at most 1.", hint="For example 0.95.")
+        raise Trouble(
+            "bad_value", f"The energy is {energy!r}; it is a share above 0, at most 1.", hint="For example 0.95."
+        )
 
 
 def check_out(out: str | None) -> None:
@@ -50,15 +60,27 @@ def check_out(out: str | None) -> None:
     if not str(out).strip() or Path(out).is_dir():
         raise Trouble("bad_value", f"{str(out)!r} is no name for a file.", hint=f"Give one that ends in {SUFFIX}.")
     if Path(out).suffix.lower() != SUFFIX:
-        raise Trouble("bad_value", f"{Path(out).name} does not end in {SUFFIX}, so no program would find it.", hint=f"Call it {Path(out).stem}{SUFFIX}.")
+        raise Trouble(
+            "bad_value",
+            f"{Path(out).name} does not end in {SUFFIX}, so no program would find it.",
+            hint=f"Call it {Path(out).stem}{SUFFIX}.",
+        )
 
 
-def check_metadata(said: Mapping[str, str], *, set: Mapping[str, str] | None, remove: Sequence[str], strip: bool, out: str | None) -> None:
+def check_metadata(
+    said: Mapping[str, str], *, set: Mapping[str, str] | None, remove: Sequence[str], strip: bool, out: str | None
+) -> None:
     """Raises Trouble for a key without a name, one to be removed that is not there, and a file to be written with nothing changed."""
     if any(not str(key).strip() for key in set or {}):
         raise Trouble("bad_value", "A metadata key has no name.", hint="Write KEY=VALUE.")
     for key in () if strip else remove:
         if key not in said:
-            raise Trouble("bad_value", f"There is no metadata {key!r} to remove.", hint=f"There are {', '.join(said) or 'none'}.")
+            raise Trouble(
+                "bad_value", f"There is no metadata {key!r} to remove.", hint=f"There are {', '.join(said) or 'none'}."
+            )
     if out is not None and not (set or remove or strip):
-        raise Trouble("bad_value", f"Nothing is to be changed, so {Path(out).name} would be the same file.", hint="Set, remove or strip something.")
+        raise Trouble(
+            "bad_value",
+            f"Nothing is to be changed, so {Path(out).name} would be the same file.",
+            hint="Set, remove or strip something.",
+        )

@@ -46,9 +46,13 @@ class ModelConfig:
     def __new__(cls, *given, **named):
         """Raises Trouble for a word that is no setting, before Python does in words of its own."""
         own = cls.__dataclass_fields__
-        diffsynth_words.refuse({name: value for name, value in named.items() if name not in own}, {}, own, what="ModelConfig")
+        diffsynth_words.refuse(
+            {name: value for name, value in named.items() if name not in own}, {}, own, what="ModelConfig"
+        )
         if len(given) > len(own):
-            raise Trouble("bad_value", f"ModelConfig has {len(own)} settings, not {len(given)}.", hint="Name them, as in path=...")
+            raise Trouble(
+                "bad_value", f"ModelConfig has {len(own)} settings, not {len(given)}.", hint="Name them, as in path=..."
+            )
         return super().__new__(cls)
 
     def __post_init__(self):
@@ -95,9 +99,15 @@ def _check_text(name: str, value: object, *kinds: type) -> None:
     if value is not None and not isinstance(value, (str, *kinds)):
         also = {Path: "a path", torch.device: "a torch.device", torch.dtype: "a torch.dtype"}
         words = " or ".join(["a text", *(also[kind] for kind in kinds)])
-        raise Trouble("bad_value", f"ModelConfig({name}=...) is {value!r:.80}, which is not {words}.", hint="See ModelConfig's description.")
+        raise Trouble(
+            "bad_value",
+            f"ModelConfig({name}=...) is {value!r:.80}, which is not {words}.",
+            hint="See ModelConfig's description.",
+        )
     if isinstance(value, str) and not value.strip() and name in ("path", "model_id"):
-        raise Trouble("bad_value", f"ModelConfig({name}={value!r}) names nothing.", hint="Leave it out, or name a file.")
+        raise Trouble(
+            "bad_value", f"ModelConfig({name}={value!r}) names nothing.", hint="Leave it out, or name a file."
+        )
 
 
 def _check_texts(name: str, value: object, *kinds: type) -> None:
@@ -113,7 +123,11 @@ def _check_texts(name: str, value: object, *kinds: type) -> None:
 def check_one(config: object, setting: str) -> None:
     """Raises Trouble for what is no ModelConfig in a place for one."""
     if not isinstance(config, ModelConfig):
-        raise Trouble("bad_value", f"{setting} holds {config!r:.80}, which is no ModelConfig.", hint="Write ModelConfig(path=...).")
+        raise Trouble(
+            "bad_value",
+            f"{setting} holds {config!r:.80}, which is no ModelConfig.",
+            hint="Write ModelConfig(path=...).",
+        )
 
 
 def tell_idle_limit(pipeline) -> None:
@@ -122,8 +136,9 @@ def tell_idle_limit(pipeline) -> None:
     if pipeline.limit_bytes is not None and all(states.onload.device == pipeline.device for states in placed):
         warnings.warn(
             f"vram_limit={pipeline.limit_bytes / 2**30:g} has no effect: no part's weights wait away from {pipeline.device}. "
-            "Give ModelConfig an offload_device and an onload_device, such as 'cpu' or 'disk'.", stacklevel=3,
-        )  # fmt: skip
+            "Give ModelConfig an offload_device and an onload_device, such as 'cpu' or 'disk'.",
+            stacklevel=3,
+        )
 
 
 def _word(value) -> str | None:
@@ -138,7 +153,11 @@ def identify(
     `known`: the families it may be of; `pipeline_of`: what the pipeline of another family is called, for the one who took the wrong one.
     """
     if isinstance(configs, ModelConfig | str) or not isinstance(configs, Iterable):
-        raise Trouble("bad_value", f"model_configs is {configs!r:.80}, which is no list of ModelConfig.", hint="Write model_configs=[ModelConfig(path=...)].")
+        raise Trouble(
+            "bad_value",
+            f"model_configs is {configs!r:.80}, which is no list of ModelConfig.",
+            hint="Write model_configs=[ModelConfig(path=...)].",
+        )
     parts, placed, spec = {}, {}, None
     for config in configs:
         check_one(config, "model_configs")

@@ -52,7 +52,11 @@ class Pinned:
             if nbytes <= left:
                 try:
                     piece = self.new_piece(nbytes)
-                except (RuntimeError, MemoryError, OSError):  # locked memory has limits of its own: WSL's, a container's, Windows'
+                except (
+                    RuntimeError,
+                    MemoryError,
+                    OSError,
+                ):  # locked memory has limits of its own: WSL's, a container's, Windows'
                     return None
                 self._taken += nbytes
                 return piece

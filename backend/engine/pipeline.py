@@ -52,7 +52,9 @@ class Pipeline:
         self.family, self.fp8_products = families.by_name(spec.family), fp8_products
         self.tiled_vae = tiled_vae
         self.notes: list[str] = []
-        self.on_phase: Callable[[str], None] | None = None  # told the phase when its parts are where they compute, and "" after it
+        self.on_phase: Callable[[str], None] | None = (
+            None  # told the phase when its parts are where they compute, and "" after it
+        )
         self.parts: dict[str, object] = {}
         self.placements: dict[str, object] = {}
         self._encodings: OrderedDict[tuple, dict] = OrderedDict()
@@ -154,9 +156,17 @@ class Pipeline:
             with self.using("vae"):
                 pixels = pictures.to_pixels(picture, width, height).to(self.device, self.dtype)
                 tiled = self.is_tiled("encode", (height // 8) * (width // 8), None)
-                return self.family.encode_image(self.parts, pixels, generator=generator, tiled=bool(tiled)).to(self.dtype)
+                return self.family.encode_image(self.parts, pixels, generator=generator, tiled=bool(tiled)).to(
+                    self.dtype
+                )
 
-        return rungs.again(self, "vae", work, when="the input picture was encoded", own=rungs.tiling(self, "encode", height // 8, width // 8))
+        return rungs.again(
+            self,
+            "vae",
+            work,
+            when="the input picture was encoded",
+            own=rungs.tiling(self, "encode", height // 8, width // 8),
+        )
 
     @torch.no_grad()
     def encode_references(self, edited: Sequence[Image.Image]) -> tuple[torch.Tensor, ...]:
@@ -166,9 +176,13 @@ class Pipeline:
         def work() -> tuple[torch.Tensor, ...]:
             with self.using("vae", "processor"):
                 tiled = bool(self.is_tiled("encode", cells * cells, None))
-                return tuple(one.to(self.dtype) for one in self.family.encode_references(self.parts, edited, tiled=tiled))
+                return tuple(
+                    one.to(self.dtype) for one in self.family.encode_references(self.parts, edited, tiled=tiled)
+                )
 
-        return rungs.again(self, "vae", work, when="the pictures to edit were encoded", own=rungs.tiling(self, "encode", cells, cells))
+        return rungs.again(
+            self, "vae", work, when="the pictures to edit were encoded", own=rungs.tiling(self, "encode", cells, cells)
+        )
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor, *, tiled: bool | tuple[int, int] | None = None) -> Image.Image:
@@ -177,12 +191,16 @@ class Pipeline:
 
         def work() -> Image.Image:
             with self.using("vae"):
-                pixels = self.family.decode(self.parts, latents.to(self.dtype), tiled=self.is_tiled("decode", height * width, tiled))
+                pixels = self.family.decode(
+                    self.parts, latents.to(self.dtype), tiled=self.is_tiled("decode", height * width, tiled)
+                )
                 picture = pictures.to_picture(pixels[0])
                 self._preview.learn(latents, pixels)
                 return picture
 
-        return rungs.again(self, "vae", work, when="the picture was decoded", own=rungs.tiling(self, "decode", height, width, tiled))
+        return rungs.again(
+            self, "vae", work, when="the picture was decoded", own=rungs.tiling(self, "decode", height, width, tiled)
+        )
 
     def is_tiled(self, phase: str, cells: int, asked: bool | tuple[int, int] | None) -> bool | tuple[int, int]:
         """Whether, or how, a picture of so many cells goes through the autoencoder in tiles."""
@@ -229,7 +247,9 @@ class Pipeline:
         finally:
             self.lower.news.clear()
 
-    def _draw(self, request: GenerationRequest, on_step, should_stop, source, edited, noise, tiled) -> Iterator[Image.Image]:
+    def _draw(
+        self, request: GenerationRequest, on_step, should_stop, source, edited, noise, tiled
+    ) -> Iterator[Image.Image]:
         edited = editing.opened(request.edit_images) if edited is None else tuple(edited)
         drawing.check(self, request, len(edited))
         faster.arrange(self, request)

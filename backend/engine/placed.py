@@ -21,9 +21,14 @@ def place(pipeline, name: str, module: torch.nn.Module, tell: Callable[[int, int
 
     config = with_defaults(pipeline.configs.get(name, VramConfig()), pipeline.dtype, pipeline.device)
     found = placement.place(
-        module, pipeline.spec.parts[name], config, vram_limit_bytes=pipeline.limit_bytes, device=pipeline.device, on_bytes=tell,
+        module,
+        pipeline.spec.parts[name],
+        config,
+        vram_limit_bytes=pipeline.limit_bytes,
+        device=pipeline.device,
+        on_bytes=tell,
         resident=pipeline.resident_blocks.get(name),
-    )  # fmt: skip
+    )
     if name in pipeline.adapters.modules:  # its weights were read anew
         try:
             pipeline.adapters.act_beside(name)

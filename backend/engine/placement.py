@@ -83,8 +83,16 @@ class Placement:
     """The weights of one placed module. Made by `place`; begins in the offload state, in which the module may be called as well."""
 
     def __init__(
-        self, module: nn.Module, part: PartSpec, units: list[Unit], states: States, limit, resident, staging: int, reader: Reader
-    ):  # fmt: skip
+        self,
+        module: nn.Module,
+        part: PartSpec,
+        units: list[Unit],
+        states: States,
+        limit,
+        resident,
+        staging: int,
+        reader: Reader,
+    ):
         self.module, self.part, self.states, self.limit_bytes = module.eval(), part, states, limit
         self.level, self.resident, self.whole = "offload", resident, False
         self.device, self.dtype = states.computation.device, states.computation.dtype

@@ -15,9 +15,14 @@ class PlainAttention:
     """An attention processor with the stock processor's call and results."""
 
     def __call__(
-        self, attn, hidden_states, encoder_hidden_states=None, encoder_hidden_states_mask=None, attention_mask=None,
+        self,
+        attn,
+        hidden_states,
+        encoder_hidden_states=None,
+        encoder_hidden_states_mask=None,
+        attention_mask=None,
         image_rotary_emb=None,
-    ):  # fmt: skip
+    ):
         """Pictures' tokens (B, I, C) and text's (B, T, C), the text's mask (B, T): (B, I, C) and (B, T, C)."""
         assert attention_mask is None and image_rotary_emb is not None
         text_tokens, heads = encoder_hidden_states.shape[1], (attn.heads, attn.inner_dim // attn.heads)
@@ -69,7 +74,11 @@ def _quarter(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
 
 def use(module: torch.nn.Module) -> bool:
     """Gives a transformer that has the stock joint attention this one; whether it had any."""
-    found = [m for m in module.modules() if type(getattr(m, "processor", None)).__name__ == "QwenDoubleStreamAttnProcessor2_0"]
+    found = [
+        m
+        for m in module.modules()
+        if type(getattr(m, "processor", None)).__name__ == "QwenDoubleStreamAttnProcessor2_0"
+    ]
     for attention in found:
         attention.processor = PlainAttention()
     return bool(found)

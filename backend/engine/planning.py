@@ -72,7 +72,15 @@ def predicted_bytes(spec: ModelSpec, card: Card, request: GenerationRequest, pla
     return max(foresee.live_bytes(placing.plan, sizes, work, fixed).values(), default=0)
 
 
-def learn(spec: ModelSpec, card: Card, request: GenerationRequest, *, predicted_bytes: int, measured_bytes: int, seconds: float) -> None:
+def learn(
+    spec: ModelSpec,
+    card: Card,
+    request: GenerationRequest,
+    *,
+    predicted_bytes: int,
+    measured_bytes: int,
+    seconds: float,
+) -> None:
     """Keeps what a job really took, for the next plan and for "last time"."""
     with contextlib.suppress(OSError):  # a full disk is no reason to lose a picture over statistics
         learnt.remember(

@@ -74,7 +74,9 @@ def _as_json(settings: dict) -> str:
     text = json.dumps(_seeds_as_text(settings), ensure_ascii=False)
     try:
         text.encode()
-    except UnicodeEncodeError:  # half a character, in a file's name that is not UTF-8 or a prompt that was cut inside one
+    except (
+        UnicodeEncodeError
+    ):  # half a character, in a file's name that is not UTF-8 or a prompt that was cut inside one
         return json.dumps(_seeds_as_text(settings))
     return text
 

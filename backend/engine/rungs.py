@@ -28,7 +28,12 @@ from backend.schema.vram import DISK, DTYPE_BYTES, VramConfig
 
 FP8 = "float8_e4m3fn"
 _WEIGHTS = "A larger reserve in the preferences, or offload_device in ModelConfig, has it so from the start."
-_NAMES = {"dit": "the transformer", "text_encoder": "the text encoder", "vision": "the vision tower", "vae": "the autoencoder"}
+_NAMES = {
+    "dit": "the transformer",
+    "text_encoder": "the text encoder",
+    "vision": "the vision tower",
+    "vae": "the autoencoder",
+}
 
 
 @dataclass
@@ -38,14 +43,19 @@ class Lower:
     allow_fp8: bool = False
     allow_tiles: bool = True
     taken: set[tuple[str, str]] = field(default_factory=set)  # part, rung
-    tiles: dict[str, int] = field(default_factory=dict)  # "decode", "encode" -> latent cells from which on it is done in tiles
+    tiles: dict[str, int] = field(
+        default_factory=dict
+    )  # "decode", "encode" -> latent cells from which on it is done in tiles
     moved: set[str] = field(default_factory=set)  # parts that lie elsewhere than they were loaded for
     eighth: set[str] = field(default_factory=set)  # parts stored in FP8
     news: list[str] = field(default_factory=list)  # sentences for the next receipt
 
     def standing(self) -> list[str]:
         """What every later receipt says: what is less exact."""
-        return [f"{called(name).capitalize()} is stored in FP8, since memory ran out before." for name in sorted(self.eighth)]
+        return [
+            f"{called(name).capitalize()} is stored in FP8, since memory ran out before."
+            for name in sorted(self.eighth)
+        ]
 
 
 @dataclass(frozen=True)
@@ -94,12 +104,24 @@ def _next(pipeline, part: str, own: Sequence[Rung], *, of_ram: bool) -> Rung | N
 
 def _downwards(pipeline, part: str, own: Sequence[Rung]) -> Iterator[Rung]:
     where = "the card" if pipeline.device.type != "cpu" else "memory"
-    near = [name for name in pipeline.parts if name in pipeline.spec.parts and name != part and _could_leave(pipeline, name)]
+    near = [
+        name for name in pipeline.parts if name in pipeline.spec.parts and name != part and _could_leave(pipeline, name)
+    ]
     if near:
-        yield Rung("park", f"parts that are not at work now leave {where}", _WEIGHTS, lambda: [_put_away(pipeline, name) for name in near])
+        yield Rung(
+            "park",
+            f"parts that are not at work now leave {where}",
+            _WEIGHTS,
+            lambda: [_put_away(pipeline, name) for name in near],
+        )
     if part not in pipeline.parts:  # it is being loaded
         if _is_placeable(pipeline, part, _layout(pipeline, part, "parked")):
-            yield Rung("wait", f"{called(part)} comes to {where} only for its phase", _WEIGHTS, lambda: _put_away(pipeline, part))
+            yield Rung(
+                "wait",
+                f"{called(part)} comes to {where} only for its phase",
+                _WEIGHTS,
+                lambda: _put_away(pipeline, part),
+            )
         return
     blocks, staying = _blocks(pipeline, part)
     if staying == blocks:
@@ -116,19 +138,32 @@ def _downwards(pipeline, part: str, own: Sequence[Rung]) -> Iterator[Rung]:
 
 def _out_of_ram(pipeline, part: str) -> Iterator[Rung]:
     """RAM ran out, not the card."""
-    others = [name for name in pipeline.parts if name in pipeline.spec.parts and name != part and _waits_in_ram(pipeline, name)]
+    others = [
+        name
+        for name in pipeline.parts
+        if name in pipeline.spec.parts and name != part and _waits_in_ram(pipeline, name)
+    ]
     hint = "offload_device='disk' in ModelConfig has it so from the start."
-    if (part not in pipeline.parts or _waits_in_ram(pipeline, part)) and _is_placeable(pipeline, part, _on_disk(pipeline, part)):
+    if (part not in pipeline.parts or _waits_in_ram(pipeline, part)) and _is_placeable(
+        pipeline, part, _on_disk(pipeline, part)
+    ):
         yield Rung("disk", f"{called(part)} now waits on disk", hint, lambda: _leave_ram(pipeline, part))
     others = [name for name in others if _is_placeable(pipeline, name, _on_disk(pipeline, name))]
     if others:
-        yield Rung("all on disk", "all parts now wait on disk", hint, lambda: [_leave_ram(pipeline, name) for name in others])
+        yield Rung(
+            "all on disk", "all parts now wait on disk", hint, lambda: [_leave_ram(pipeline, name) for name in others]
+        )
 
 
 def halves(pipeline) -> Rung:
     """Guidance in two passes."""
     words = "the two halves of guidance are now computed one after the other"
-    return Rung("halves", words, "A larger reserve in the preferences has it so from the start.", lambda: setattr(pipeline, "together", False))
+    return Rung(
+        "halves",
+        words,
+        "A larger reserve in the preferences has it so from the start.",
+        lambda: setattr(pipeline, "together", False),
+    )
 
 
 def tiling(pipeline, phase: str, height: int, width: int, asked: bool | tuple[int, int] | None = None) -> list[Rung]:
@@ -142,7 +177,12 @@ def tiling(pipeline, phase: str, height: int, width: int, asked: bool | tuple[in
 def tiles(pipeline, phase: str, cells: int) -> Rung:
     """The autoencoder in pieces, from now on for pictures of so many latent cells and more."""
     hint = "tiled=True, a smaller picture or a larger reserve in the preferences has it so from the start."
-    return Rung(f"tiles, {phase}, {cells}", "it was done again in tiles", hint, lambda: pipeline.lower.tiles.update({phase: cells}))
+    return Rung(
+        f"tiles, {phase}, {cells}",
+        "it was done again in tiles",
+        hint,
+        lambda: pipeline.lower.tiles.update({phase: cells}),
+    )
 
 
 def _put_away(pipeline, name: str) -> None:
@@ -215,7 +255,11 @@ def _could_leave(pipeline, name: str) -> bool:
     """Whether `name`, while it waits, has memory of the computing device that it need not have."""
     here = pipeline.placements.get(name)
     if here is not None:
-        kept = [unit.stored for unit in here.units if unit.stored is not None and here.states.offload.device == pipeline.device]
+        kept = [
+            unit.stored
+            for unit in here.units
+            if unit.stored is not None and here.states.offload.device == pipeline.device
+        ]
         nbytes = sum(one.private_bytes for one in kept)
     else:
         nbytes = 0 if placed.is_placed(pipeline, name) else _own_bytes(pipeline, name)
@@ -229,7 +273,9 @@ def _own_bytes(pipeline, name: str) -> int:
     total = 0
     for key, weight in pipeline.parts[name].named_parameters():
         at = part.tensors.get(key)
-        view = at is not None and TORCH_DTYPES.get(at.dtype) == weight.dtype and key not in part.scales and not at.swapped
+        view = (
+            at is not None and TORCH_DTYPES.get(at.dtype) == weight.dtype and key not in part.scales and not at.swapped
+        )
         total += 0 if view and pipeline.device.type == "cpu" and key not in fused else weight.nbytes
     return total
 
@@ -257,7 +303,9 @@ def _frees_blocks(pipeline, name: str) -> bool:
     if here is None:
         return placed.is_placed(pipeline, name) or _own_bytes(pipeline, name) > 0
     dtype = here.states.preparing.dtype or here.dtype
-    pairs = [pair for unit in here.blocks for pair in zip(unit.raw.fields, stored_layout(unit, dtype).fields, strict=True)]
+    pairs = [
+        pair for unit in here.blocks for pair in zip(unit.raw.fields, stored_layout(unit, dtype).fields, strict=True)
+    ]
     return any(raw.dtype != stored.dtype for raw, stored in pairs)
 
 
@@ -266,7 +314,9 @@ def _may_be_eighth(pipeline, name: str) -> bool:
     here = pipeline.placements.get(name)
     if not pipeline.lower.allow_fp8 or (here is not None and here.states.onload.on_disk and not here.staying()):
         return False
-    storages = [] if here is None else [here.states.offload.dtype, here.states.onload.dtype, here.states.preparing.dtype]
+    storages = (
+        [] if here is None else [here.states.offload.dtype, here.states.onload.dtype, here.states.preparing.dtype]
+    )
     return not any(dtype is not None and is_float8(dtype) for dtype in storages)
 
 

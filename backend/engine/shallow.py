@@ -37,4 +37,4 @@ def points(names: str, count: int) -> list[dict]:
     return [
         {"h": h, "w": w, "n": h * w // 4, "t": t if "t" in names else 64}
         for (h, w), t in list(zip(grid, texts, strict=True))[:count]
-    ]  # fmt: skip
+    ]

@@ -25,7 +25,14 @@ _MESSAGES = (
     "can't start new thread",  # there is no room for its stack
     "could not create a primitive",  # oneDNN, whose convolutions found no room
 )
-_OF_RAM = ("defaultcpuallocator", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc", "can't start new thread")
+_OF_RAM = (
+    "defaultcpuallocator",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "bad_alloc",
+    "can't start new thread",
+)
 _WINDOWS = (8, 14, 1455)  # no memory for a command, for an operation; the paging file is too small
 
 

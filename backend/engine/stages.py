@@ -60,13 +60,25 @@ def _keep_float32(module: torch.nn.Module) -> None:
 def resident(module: torch.nn.Module) -> list[torch.Tensor]:
     """Tensors that are there before and after: parameters, buffers, gradients, tables."""
     weights = list(module.parameters())
-    return [*weights, *module.buffers(), *tables(module), *(weight.grad for weight in weights if weight.grad is not None)]
+    return [
+        *weights,
+        *module.buffers(),
+        *tables(module),
+        *(weight.grad for weight in weights if weight.grad is not None),
+    ]
 
 
 def tables(module: torch.nn.Module) -> list[torch.Tensor]:
     """Tensors that classes keep beside their parameters and buffers, such as rotary angles: attributes, and lists of them."""
-    kept = [value for layer in module.modules() for value in vars(layer).values() if isinstance(value, torch.Tensor | list)]
-    return [one for value in kept for one in ([value] if isinstance(value, torch.Tensor) else value) if isinstance(one, torch.Tensor)]
+    kept = [
+        value for layer in module.modules() for value in vars(layer).values() if isinstance(value, torch.Tensor | list)
+    ]
+    return [
+        one
+        for value in kept
+        for one in ([value] if isinstance(value, torch.Tensor) else value)
+        if isinstance(one, torch.Tensor)
+    ]
 
 
 def trace(module: torch.nn.Module, work: Callable[[Tape], object], *, warm: bool = True, grad: bool = False) -> Tape:
@@ -164,7 +176,9 @@ def encode_text(module: torch.nn.Module, point: dict, dtype: torch.dtype) -> tor
         return module(input_ids=torch.zeros(point.get("b", 1), 77, dtype=torch.long)).last_hidden_state
     if kind == "CLIPVisionModel":
         size = module.config.image_size
-        return module(torch.empty(point.get("b", 1), 3, size, size, dtype=dtype), output_hidden_states=True).hidden_states[-2]
+        return module(
+            torch.empty(point.get("b", 1), 3, size, size, dtype=dtype), output_hidden_states=True
+        ).hidden_states[-2]
     if kind == vision_tower.KIND:
         return vision_tower.see(module, point, dtype)
     if kind == "Qwen2_5_VLModel":
@@ -192,11 +206,15 @@ def decode(module: torch.nn.Module, point: dict, dtype: torch.dtype, *, tiled: b
     kind = type(module).__name__
     if kind == "AutoencoderKL":
         module.use_tiling, module.tile_sample_min_size, module.tile_latent_min_size = tiled, 512, 64
-        return module.decode(torch.empty(batch, said.latent_channels, point["h"], point["w"], dtype=dtype), return_dict=False)[0]
+        return module.decode(
+            torch.empty(batch, said.latent_channels, point["h"], point["w"], dtype=dtype), return_dict=False
+        )[0]
     if kind == "AutoencoderKLQwenImage":
         from backend.families import qwen_image
 
-        return qwen_image.decode({"vae": module}, torch.empty(batch, said.z_dim, point["h"], point["w"], dtype=dtype), tiled=tiled)
+        return qwen_image.decode(
+            {"vae": module}, torch.empty(batch, said.z_dim, point["h"], point["w"], dtype=dtype), tiled=tiled
+        )
     module.use_tiling = tiled
     z = torch.empty(batch, said.z_dim, point.get("f", 1), point["h"], point["w"], dtype=dtype)
     return module.decode(z, return_dict=False)[0]
@@ -211,7 +229,9 @@ def encode_image(module: torch.nn.Module, point: dict, dtype: torch.dtype) -> to
     if kind == "AutoencoderKLQwenImage":
         from backend.families import qwen_image
 
-        return qwen_image.encode_image({"vae": module}, torch.empty(batch, module.config.input_channels, *shape, dtype=dtype))
+        return qwen_image.encode_image(
+            {"vae": module}, torch.empty(batch, module.config.input_channels, *shape, dtype=dtype)
+        )
     frames = 4 * (point.get("f", 1) - 1) + 1
     return module.encode(torch.empty(batch, 3, frames, *shape, dtype=dtype), return_dict=False)[0].mean
 
@@ -257,9 +277,15 @@ def autocast(dtype: torch.dtype) -> Iterator[None]:
         return tensor.float() if tensor is not None else None
 
     F.linear = lambda x, weight, bias=None: kept[0](low(x), low(weight), low(bias))
-    F.layer_norm = lambda x, shape, weight=None, bias=None, eps=1e-5: kept[1](high(x), shape, high(weight), high(bias), eps)
-    F.group_norm = lambda x, groups, weight=None, bias=None, eps=1e-5: kept[2](high(x), groups, high(weight), high(bias), eps)
-    F.scaled_dot_product_attention = lambda query, key, value, *rest, **more: kept[3](low(query), low(key), low(value), *rest, **more)
+    F.layer_norm = lambda x, shape, weight=None, bias=None, eps=1e-5: kept[1](
+        high(x), shape, high(weight), high(bias), eps
+    )
+    F.group_norm = lambda x, groups, weight=None, bias=None, eps=1e-5: kept[2](
+        high(x), groups, high(weight), high(bias), eps
+    )
+    F.scaled_dot_product_attention = lambda query, key, value, *rest, **more: kept[3](
+        low(query), low(key), low(value), *rest, **more
+    )
     torch.nn.Conv3d._conv_forward = lambda self, x, weight, bias: convolve(self, low(x), low(weight), low(bias))
     try:
         yield

@@ -47,7 +47,9 @@ class Kept:
         if not self.earlier:
             return self.added
         weight = SLOPE * (self.call - self.added_at) / (self.added_at - self.earlier_at)
-        return tuple(torch.lerp(before, now, 1.0 + weight) for before, now in zip(self.earlier, self.added, strict=True))
+        return tuple(
+            torch.lerp(before, now, 1.0 + weight) for before, now in zip(self.earlier, self.added, strict=True)
+        )
 
 
 class StepCache:

@@ -30,11 +30,15 @@ def forms_of(network, config, known, dtype, name, targets, checkpointed, texts) 
                 form = forms.with_rank(form, layers * batch * torch.finfo(dtype).bits // 8 / (2 if texts else 1), RANK)
             if depths == shallow.depths_of(known)[0] and batch == 1:
                 form["pool"] = forms.pools(tapes[-2:-1])
-            found[f"step/{targets}/{'checkpointed' if checkpointed else 'kept'}/{name}/b{batch}/{shallow.word(depths)}"] = form
+            found[
+                f"step/{targets}/{'checkpointed' if checkpointed else 'kept'}/{name}/b{batch}/{shallow.word(depths)}"
+            ] = form
     return found
 
 
-def step_tape(network: str, config: dict, dtype: torch.dtype, targets: list[str], point: dict, checkpointed: bool) -> Tape:
+def step_tape(
+    network: str, config: dict, dtype: torch.dtype, targets: list[str], point: dict, checkpointed: bool
+) -> Tape:
     """One step with adapters on `targets`, or (none) of all weights; gradients are there from the start."""
     with fakes():
         module = stages.build(network, config, dtype if targets else torch.float32)
@@ -46,5 +50,7 @@ def step_tape(network: str, config: dict, dtype: torch.dtype, targets: list[str]
         if checkpointed:
             module.enable_gradient_checkpointing()
         step = stages.train_step(module, point, dtype)
-        with stages.autocast(dtype) if not targets and dtype != torch.float32 else contextlib.nullcontext():  # lean layers need none
+        with (
+            stages.autocast(dtype) if not targets and dtype != torch.float32 else contextlib.nullcontext()
+        ):  # lean layers need none
             return stages.trace(module, step, warm=False, grad=True)

@@ -33,8 +33,14 @@ def published() -> dict:
 
 
 def table(
-    network: str, config: dict, *, facts: dict, dtypes: tuple[str, ...] = ("bfloat16",), like: dict | None = None, cpu: bool = False,
-) -> dict:  # fmt: skip
+    network: str,
+    config: dict,
+    *,
+    facts: dict,
+    dtypes: tuple[str, ...] = ("bfloat16",),
+    like: dict | None = None,
+    cpu: bool = False,
+) -> dict:
     """Sizes and closed forms of one network. `facts`: the `networks` of `published`. `like`: the table of a network that
     trains with the same bytes, whose forms of a training step are taken over. `cpu`: also the forms of a run on a CPU."""
     kind = network.rpartition(":")[2]
@@ -73,10 +79,14 @@ def cpu_tables(network: str, config: dict, known: dict, *, dtypes: tuple[str, ..
 def _sizes(network: str, config: dict, known: dict) -> dict:
     with fakes():
         module = stages.build(network, shallow.config_of(config, known, (1,) * len(known["blocks"])), torch.bfloat16)
-        linears = {name: tuple(part.weight.shape) for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)}
+        linears = {
+            name: tuple(part.weight.shape) for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)
+        }
         stored = module.state_dict()
         # a tied weight is stored once
-        weights = {name: stored[name] for name, _ in (*module.named_parameters(), *module.named_buffers()) if name in stored}
+        weights = {
+            name: stored[name] for name, _ in (*module.named_parameters(), *module.named_buffers()) if name in stored
+        }
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     flags = tuple(flag for flag in known.get("flags", ()) if config.get(flag))
     sizes = {"": {"rest": 0, "matrix": 0, "precise": 0, "linears": {}}} | {
@@ -123,14 +133,19 @@ def _denoiser(network: str, config: dict, known: dict, dtype: torch.dtype, name:
         with fakes():
             module = stages.build(network, shallow.config_of(config, known, depths), dtype)
             for batch in (1, 2) if depths == shallow.depths_of(known)[0] else (1,):
-                points = [{**point, "b": batch} for point in shallow.points(texts, len(names + quadratic) + 1 if batch == 1 else 4)]
+                points = [
+                    {**point, "b": batch}
+                    for point in shallow.points(texts, len(names + quadratic) + 1 if batch == 1 else 4)
+                ]
                 tapes = _tapes(stages.velocity, module, points, dtype)
                 if depths == shallow.depths_of(known)[0]:
                     form = forms.fit(names, points, tapes, span)
                     found[f"denoise/{name}/b{batch}"] = form | {"pool": forms.pools(tapes[1:2])}
                 if batch == 1:
                     counts = [tape.linear_flops + tape.attention_flops for tape in tapes]
-                    found[f"operations/{shallow.word(depths)}"] = forms.fit_operations([*names, *quadratic], points, counts)
+                    found[f"operations/{shallow.word(depths)}"] = forms.fit_operations(
+                        [*names, *quadratic], points, counts
+                    )
     for targets in (*known["lora"], "full") if trained else ():
         for checkpointed in (True, False):
             found |= step_forms.forms_of(network, config, known, dtype, name, targets, checkpointed, texts)
@@ -145,14 +160,18 @@ def _autoencoder(network: str, config: dict, dtype: torch.dtype, name: str) -> d
         module = stages.build(network, config, dtype)
         for stage, call in (("decode", stages.decode), ("encode", stages.encode_image)):
             for frames in ("1", "f") if video else ("1",):
-                points = [dict(point, f=f) for f in ((1,) if frames == "1" else (3, 5)) for point in shallow.points("", 6)]
+                points = [
+                    dict(point, f=f) for f in ((1,) if frames == "1" else (3, 5)) for point in shallow.points("", 6)
+                ]
                 wanted = names if frames == "1" else [*names, "f", "fh", "fw", "fhw"]
                 kind = "picture" if frames == "1" else "video"
                 tapes = _tapes(call, module, points, dtype)
                 found[f"{stage}/{name}/{kind}"] = _cells_form(wanted, points, tapes) | {"pool": forms.pools(tapes[3:4])}
                 if dtype != torch.float32:
                     bare = [tape.outside() for tape in tapes]
-                    found[f"{stage}_bare/{name}/{kind}"] = _cells_form(wanted, points, bare) | {"pool": forms.pools(bare[3:4])}
+                    found[f"{stage}_bare/{name}/{kind}"] = _cells_form(wanted, points, bare) | {
+                        "pool": forms.pools(bare[3:4])
+                    }
                 counts = [tape.linear_flops + tape.attention_flops for tape in tapes]
                 found[f"operations/{stage}/{kind}"] = forms.fit_operations(
                     ["1", "hw"] if frames == "1" else ["1", "hw", "fhw"], points, counts
@@ -206,7 +225,9 @@ def write_family(family: str) -> Path:
         if word not in tables:
             print(network, file=sys.stderr, flush=True)
             other = tables.get(json.dumps([network, like], sort_keys=True)) if like else None
-            tables[word] = table(network, config, facts=known["networks"], dtypes=dtypes, like=other, cpu=family == "starter")
+            tables[word] = table(
+                network, config, facts=known["networks"], dtypes=dtypes, like=other, cpu=family == "starter"
+            )
     return write(MEMORY / f"{family}.json", tables.values())
 
 
@@ -222,7 +243,12 @@ def _starter(known: dict):
     for part in known["starter"].values():
         config = json.loads((ASSETS / "starter" / part["folder"] / "config.json").read_text(encoding="utf-8"))
         config = config.get(part.get("config_key", ""), config)
-        yield part["network"], {key: value for key, value in config.items() if not key.startswith("_")}, tuple(DTYPES), None
+        yield (
+            part["network"],
+            {key: value for key, value in config.items() if not key.startswith("_")},
+            tuple(DTYPES),
+            None,
+        )
 
 
 def write(path: Path, tables) -> Path:

@@ -44,7 +44,9 @@ class Unit:
     stored: Stored | None = None  # where its weights wait; None: on disk
     parked: Stored | None = None  # its offload state, kept in RAM while it is nearer to the computation
     ready: Stored | None = None  # its weights as the computation takes them, for as long as they stay
-    codes: frozenset[int] = frozenset()  # tensors whose layers multiply with FP8 codes where these are stored (`native_fp8.py`)
+    codes: frozenset[int] = (
+        frozenset()
+    )  # tensors whose layers multiply with FP8 codes where these are stored (`native_fp8.py`)
 
     def casts(self, source: Source, index: int) -> bool:
         """Whether tensor `index` of `source` is not yet what the computation takes."""
@@ -76,9 +78,7 @@ class Stored(Source):
     private_bytes: int
 
 
-def find_units(
-    module: nn.Module, part: PartSpec, computing: torch.dtype, split_bytes: int | None = None
-) -> list[Unit]:
+def find_units(module: nn.Module, part: PartSpec, computing: torch.dtype, split_bytes: int | None = None) -> list[Unit]:
     """Every parameter and buffer of `module` that `part` knows the place of, in units; blocks in the order of the module.
 
     `split_bytes`: a block that is larger in the file is cut into its children, they into theirs, until all are smaller or have none.

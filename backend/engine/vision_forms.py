@@ -16,12 +16,17 @@ def forms_of(network: str, config: dict, known: dict, dtype: torch.dtype, name: 
     for depths in shallow.depths_of(known):
         with fakes():
             module = stages.build(network, shallow.config_of(config, known, depths), dtype)
-            tapes = [stages.trace(module, lambda _, at=point, tower=module: vision_tower.see(tower, at, dtype)) for point in points]
+            tapes = [
+                stages.trace(module, lambda _, at=point, tower=module: vision_tower.see(tower, at, dtype))
+                for point in points
+            ]
         if depths == shallow.depths_of(known)[0]:
             found[f"text/{name}/b1"] = forms.fit_peaks(["1", "t"], points, tapes) | {"pool": forms.pools(tapes[2:])}
             if dtype != torch.float32:
                 bare = [tape.outside() for tape in tapes]
-                found[f"text_bare/{name}/b1"] = forms.fit_peaks(["1", "t"], points, bare) | {"pool": forms.pools(bare[2:])}
+                found[f"text_bare/{name}/b1"] = forms.fit_peaks(["1", "t"], points, bare) | {
+                    "pool": forms.pools(bare[2:])
+                }
         counts = [tape.linear_flops + tape.attention_flops for tape in tapes]
         found[f"operations/{shallow.word(depths)}"] = forms.fit_operations(["1", "t", "tt"], points, counts)
     return found

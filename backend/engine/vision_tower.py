@@ -24,10 +24,13 @@ def see(module: torch.nn.Module, point: dict, dtype: torch.dtype) -> torch.Tenso
     said = module.config
     width = said.in_channels * said.temporal_patch_size * said.patch_size**2
     return module(
-        torch.empty(whole[1], width, dtype=dtype), grid_thw=torch.empty(1, 3, dtype=torch.long),
-        position_ids=torch.zeros(shape, dtype=torch.long), window_index=torch.zeros(index.shape, dtype=torch.long),
-        cu_seqlens=_Bounds(whole), cu_window_seqlens=_Bounds(windows.tolist()),
-    ).pooler_output  # fmt: skip
+        torch.empty(whole[1], width, dtype=dtype),
+        grid_thw=torch.empty(1, 3, dtype=torch.long),
+        position_ids=torch.zeros(shape, dtype=torch.long),
+        window_index=torch.zeros(index.shape, dtype=torch.long),
+        cu_seqlens=_Bounds(whole),
+        cu_window_seqlens=_Bounds(windows.tolist()),
+    ).pooler_output
 
 
 class _Bounds(list):

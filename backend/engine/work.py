@@ -103,19 +103,25 @@ class Work:
             ):
                 paths.append(free_path(folder, request.seed + number))
                 now = time.monotonic()
-                made = self._settings(request, request.seed + number, now - last, receipts, (predicted, peak.highest_bytes))
+                made = self._settings(
+                    request, request.seed + number, now - last, receipts, (predicted, peak.highest_bytes)
+                )
                 save_png(picture, paths[-1], made)
                 if request.count > 1:
                     self.wire.say("preview", id=id, path=str(paths[-1]), picture=number)
                 last = now
             seconds, highest = time.monotonic() - began, peak.highest_bytes
             if self.device.type == "cpu":
-                self._libraries_bytes = max(0, memory.allocated(self.device) - live.weight_bytes(pipeline.parts, self.device))
+                self._libraries_bytes = max(
+                    0, memory.allocated(self.device) - live.weight_bytes(pipeline.parts, self.device)
+                )
             went_lower = len(pipeline.lower.taken) > before
             if peak.highest_phase == "decode" and not went_lower:  # the same for every prompt
                 self._peaks[kind] = highest
         if not pipeline.lower.taken:  # else it was not the plan's arrangement
-            planning.learn(pipeline.spec, card, request, predicted_bytes=predicted, measured_bytes=highest, seconds=seconds)
+            planning.learn(
+                pipeline.spec, card, request, predicted_bytes=predicted, measured_bytes=highest, seconds=seconds
+            )
         if went_lower:  # what was fused acts beside the weights now
             receipts = pipeline.use_loras(request.loras)
         self._answer(id, request, paths, seconds, receipts, (predicted, highest))
@@ -134,7 +140,12 @@ class Work:
         self._say_memory()
 
     def _settings(
-        self, request: GenerationRequest, seed: int, seconds: float, receipts: tuple[LoraReceipt, ...], peaks: tuple[int, int]
+        self,
+        request: GenerationRequest,
+        seed: int,
+        seconds: float,
+        receipts: tuple[LoraReceipt, ...],
+        peaks: tuple[int, int],
     ) -> dict:
         return {
             "request": request_to_values(request),
@@ -263,8 +274,10 @@ class Work:
             halves_apart=self._placing.halves_apart,
             resident_blocks=self._placing.resident_blocks,
             fp8_products=fp8_products,
-            allow_fp8=self.preferences.allow_fp8, allow_tiles=self.preferences.allow_tiles, on_bytes=on_bytes,
-        )  # fmt: skip
+            allow_fp8=self.preferences.allow_fp8,
+            allow_tiles=self.preferences.allow_tiles,
+            on_bytes=on_bytes,
+        )
 
     def _close(self) -> None:
         if self.pipeline is not None:

@@ -34,7 +34,11 @@ def load_tokenizer(folder):
     from backend.schema.messages import Trouble
 
     if not any((Path(folder) / name).is_file() for name in ("tokenizer.json", "vocab.json")):
-        raise Trouble("missing_file", f"{folder} holds no tokenizer: no tokenizer.json and no vocab.json.", hint="Name the model's folder tokenizer/.")
+        raise Trouble(
+            "missing_file",
+            f"{folder} holds no tokenizer: no tokenizer.json and no vocab.json.",
+            hint="Name the model's folder tokenizer/.",
+        )
     # Prompts are few and short. The library's pool of threads gains nothing, and where no thread can be made any more it never answers.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)

@@ -57,7 +57,9 @@ def _encode_moments(vae, frames, tiled: bool = False):
     size, stride = (8 * cells for cells in TILES)
     if not tiled or max(frames.shape[-2:]) <= size:
         return vae.quant_conv(vae.encoder(frames))
-    return _in_tiles(vae, frames, lambda tile: vae.quant_conv(vae.encoder(tile)), size, stride, across=lambda pixels: pixels // 8)
+    return _in_tiles(
+        vae, frames, lambda tile: vae.quant_conv(vae.encoder(tile)), size, stride, across=lambda pixels: pixels // 8
+    )
 
 
 def statistics(vae, like):

@@ -101,7 +101,10 @@ SCHEDULER = {
     "time_shift_type": "exponential",
     "use_dynamic_shifting": True,
 }
-BLOCK_STREAMS = ("transformer_blocks", ("encoder_hidden_states", "hidden_states"))  # what a block takes and gives; the picture's last
+BLOCK_STREAMS = (
+    "transformer_blocks",
+    ("encoder_hidden_states", "hidden_states"),
+)  # what a block takes and gives; the picture's last
 NOT_DRAWN = ("layered",)  # variants that need more than a prompt
 SIZES = SizeRule(multiple=16, pixels=1328 * 1328)
 

@@ -58,7 +58,9 @@ def _nvidia(memory: dict, own_pids: frozenset[int]) -> tuple[Card, ...]:
         uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
         order = visible(uuids, os.environ.get("CUDA_VISIBLE_DEVICES"))
         budgets = dxgi.budgets()
-        return tuple(_nvidia_card(pynvml, handles[at], f"cuda:{n}", memory, own_pids, budgets) for n, at in enumerate(order))
+        return tuple(
+            _nvidia_card(pynvml, handles[at], f"cuda:{n}", memory, own_pids, budgets) for n, at in enumerate(order)
+        )
     except pynvml.NVMLError:
         return ()
     finally:

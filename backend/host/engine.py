@@ -30,8 +30,13 @@ class Engine:
     """One engine worker at most. Every method may be called from any thread and returns soon."""
 
     def __init__(
-        self, places: Places, *, fake: bool = False, argv: list[str] | None = None, busy: Callable[[], str] | None = None,
-    ):  # fmt: skip
+        self,
+        places: Places,
+        *,
+        fake: bool = False,
+        argv: list[str] | None = None,
+        busy: Callable[[], str] | None = None,
+    ):
         """Brings back waiting requests, held, and ends a worker that an earlier studio left behind.
 
         `argv` replaces the worker's command; `busy` says in a sentence who has the card, or "" (by default: a live run).

@@ -16,7 +16,11 @@ KEPT = 20
 
 def save(answer: Answer, folder: Path) -> None:
     """Writes the file of an answer that is a trouble. A full disk loses the file; the page tells the trouble all the same."""
-    values = {"ended_at": answer.ended_at, "request": request_to_values(answer.request), "trouble": answer.trouble.to_values()}
+    values = {
+        "ended_at": answer.ended_at,
+        "request": request_to_values(answer.request),
+        "trouble": answer.trouble.to_values(),
+    }
     with contextlib.suppress(OSError):
         write_text(folder / f"{answer.id}.json", json.dumps(values, ensure_ascii=False, indent=2) + "\n")
 

@@ -26,13 +26,17 @@ class Preferences:
     )
     offline: bool = knob(False, help="Never download; say what is missing instead.")
     allow_fp8: bool = knob(
-        True, help="Weights may be stored in FP8, by the plan or where memory runs out (half the memory, slightly different pictures)."
+        True,
+        help="Weights may be stored in FP8, by the plan or where memory runs out (half the memory, slightly different pictures).",
     )
     allow_tiles: bool = knob(
-        True, help="A picture may be decoded in tiles, by the plan or where memory runs out (less memory, blended seams)."
+        True,
+        help="A picture may be decoded in tiles, by the plan or where memory runs out (less memory, blended seams).",
     )
     allow_8bit_optimizer: bool = knob(
-        True, help="The plan of a training run may keep AdamW's moments in 8 bits (slightly different weights).", label="Allow 8-bit optimizer"
+        True,
+        help="The plan of a training run may keep AdamW's moments in 8 bits (slightly different weights).",
+        label="Allow 8-bit optimizer",
     )
     device: str = knob("auto", help="Device that computes: auto, cpu, cuda:0, mps, xpu:0 …")
     theme: str = knob("system", help="Light, dark, or as the system says.", choices=("system", "light", "dark"))

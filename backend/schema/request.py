@@ -98,7 +98,9 @@ def request_to_values(request: GenerationRequest) -> dict[str, object]:
 def request_from_values(values: dict) -> GenerationRequest:
     """The request in `values`, each checked. Raises Trouble for an unknown name or a value out of range."""
     values = dict(values)
-    loras = tuple(LoraUse(str(item["path"]), float(item.get("strength", 1.0))) for item in values.pop("loras", ()) or ())
+    loras = tuple(
+        LoraUse(str(item["path"]), float(item.get("strength", 1.0))) for item in values.pop("loras", ()) or ()
+    )
     return replace(from_values(GenerationRequest, values), loras=loras)
 
 

@@ -64,7 +64,10 @@ class TrainingSection:
         level="advanced",
     )
     lr_schedulers: str | None = knob(
-        None, help="Schedules of single parts: `text_encoder=cosine`, comma-separated.", label="Schedules of parts", level="advanced"
+        None,
+        help="Schedules of single parts: `text_encoder=cosine`, comma-separated.",
+        label="Schedules of parts",
+        level="advanced",
     )
     lr_warmup_steps: int = knob(
         0, help="Steps over which it rises from 0.", low=0, high=10**6, label="Warm-up", level="advanced"
@@ -89,7 +92,11 @@ class TrainingSection:
         level="advanced",
     )
     devices: int = knob(
-        1, help="Devices of this machine that train together, each a share of every step.", low=1, high=1024, level="advanced"
+        1,
+        help="Devices of this machine that train together, each a share of every step.",
+        low=1,
+        high=1024,
+        level="advanced",
     )
     find_unused_parameters: bool = knob(
         False, help="Several processes: allow weights that take no part in a step.", level="advanced"
@@ -136,7 +143,13 @@ class LoraSection:
         "preset of the family such as attention. Empty: the family's default.",
         lines=2,
     )
-    lora_rank: int = knob(32, help="How much it can hold; the file grows with it. OFT: inputs that turn together.", low=1, high=4096, label="Rank")
+    lora_rank: int = knob(
+        32,
+        help="How much it can hold; the file grows with it. OFT: inputs that turn together.",
+        low=1,
+        high=4096,
+        label="Rank",
+    )
     lora_alpha: float | None = knob(
         None, help="Strength is alpha / rank; by default equal to the rank.", low=0.0, label="Alpha", level="advanced"
     )

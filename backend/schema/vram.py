@@ -78,7 +78,9 @@ class PhasePlan:
     adapter_bytes: int = 0  # LoRA, gradients and optimizer state
     staging_bytes: int = 0
     live_bytes: int = 0  # of tensors alive at once on the device: what a run measures
-    moments: dict[str, int] = field(default_factory=dict)  # the same of what a step is made of: forward, backward, optimizer
+    moments: dict[str, int] = field(
+        default_factory=dict
+    )  # the same of what a step is made of: forward, backward, optimizer
     peak_low_bytes: int = 0  # the least pool that still runs
     peak_high_bytes: int = 0  # what the allocator is likely to reserve
     ram_bytes: int = 0
@@ -116,6 +118,8 @@ class VramPlan:
     peak_high_bytes: int = 0
     ram_bytes: int = 0
     disk_bytes: int = 0
-    disk: dict[str, int] = field(default_factory=dict)  # "model"; of training also one "result", "state" and cached "picture"
+    disk: dict[str, int] = field(
+        default_factory=dict
+    )  # "model"; of training also one "result", "state" and cached "picture"
     disk_words: str = ""  # the same of training as a sentence
     seconds: tuple[float, float] = (0.0, 0.0)

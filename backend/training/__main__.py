@@ -139,9 +139,10 @@ def _refuse_second(folder: Path) -> None:
     # A run that goes on one rung lower keeps its process, and its launcher.
     if lives and other.pid not in (os.getpid(), os.getppid()):
         raise Trouble(
-            "in_use", f"Another run (process {other.pid}) is at work in {folder}.",
+            "in_use",
+            f"Another run (process {other.pid}) is at work in {folder}.",
             hint="Choose another --output_path, or stop that run first: put a file called stop into its folder.",
-        )  # fmt: skip
+        )
 
 
 def _make_folder(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[str]) -> dict[Path, Path]:
@@ -195,7 +196,9 @@ def _made_something(folder: Path) -> bool:
     if (folder / "checkpoints").exists() or not (folder / "events.jsonl").exists():
         return True  # what is not of a run is not to be judged
     with (folder / "events.jsonl").open(encoding="utf-8", errors="replace") as lines:
-        return any(event is not None and event.event in ("step", "saved", "checkpoint") for event in map(from_line, lines))
+        return any(
+            event is not None and event.event in ("step", "saved", "checkpoint") for event in map(from_line, lines)
+        )
 
 
 def _process_text(argv: list[str], folder: Path) -> str:
@@ -247,9 +250,13 @@ def _train(config: TrainingConfig, folder: Path, reporter) -> str:
     run = set_up(config, folder, Path(config.output.output_path), accelerator, reporter, index=index, known=data)
     pace = pace_of(run)
     reporter.event(
-        "started", total_steps=pace.total, epochs=pace.total // pace.per_epoch, model=run.base.spec.title,
-        parts=sorted({name.partition(".")[0] for name in run.weights}), pid=os.getpid(),
-    )  # fmt: skip
+        "started",
+        total_steps=pace.total,
+        epochs=pace.total // pace.per_epoch,
+        model=run.base.spec.title,
+        parts=sorted({name.partition(".")[0] for name in run.weights}),
+        pid=os.getpid(),
+    )
     reporter.now = "training"  # everything is there
     if config.output.preflight:
         preflight(run)

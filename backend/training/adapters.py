@@ -62,9 +62,10 @@ def target_modules(module: torch.nn.Module, wanted: str, family: ModuleType, *, 
 def _nothing(wanted: str, linear: list[str], part: str):
     kinds = sorted({re.sub(r"^(.*\.)?\d+\.", "", name, count=1) for name in linear})
     raise Trouble(
-        "bad_value", f"No module of {part} is called {wanted!r} (--lora_target_modules).",
+        "bad_value",
+        f"No module of {part} is called {wanted!r} (--lora_target_modules).",
         hint=f"There are {', '.join(kinds[:24])}.",
-    )  # fmt: skip
+    )
 
 
 def add_adapter(module: torch.nn.Module, section, family: ModuleType, *, part: str) -> Adapter:
@@ -107,16 +108,18 @@ def _check_oft(module: torch.nn.Module, modules: tuple[str, ...], section) -> No
     """OFT turns blocks of `lora_rank` inputs. Raises Trouble where they do not divide a layer's, and for what it has not."""
     if section.lora_alpha is not None or section.lora_rank_pattern or section.lora_alpha_pattern:
         raise Trouble(
-            "bad_value", "OFT turns inputs by blocks of one size (--lora_rank); it has no alpha and no patterns.",
+            "bad_value",
+            "OFT turns inputs by blocks of one size (--lora_rank); it has no alpha and no patterns.",
             hint="Leave --lora_alpha, --lora_rank_pattern and --lora_alpha_pattern out, or use lora.",
-        )  # fmt: skip
+        )
     for name in modules:
         inputs = module.get_submodule(name).in_features
         if section.lora_rank < 2 or inputs % section.lora_rank:
             raise Trouble(
-                "bad_value", f"OFT turns blocks of {section.lora_rank} inputs (--lora_rank), but {name} has {inputs}.",
+                "bad_value",
+                f"OFT turns blocks of {section.lora_rank} inputs (--lora_rank), but {name} has {inputs}.",
                 hint=f"Use a number that divides it, such as {math.gcd(inputs, 96)}.",
-            )  # fmt: skip
+            )
 
 
 def _pattern(text: str | None, name: str, modules: tuple[str, ...]) -> dict[str, float]:
@@ -148,12 +151,24 @@ def _peft_config(section, modules: tuple[str, ...], alpha: float, ranks: dict, a
     kind, dropout = section.lora_algorithm, section.lora_dropout
     if kind == "oft":
         return peft.OFTConfig(
-            target_modules=list(modules), r=0, oft_block_size=section.lora_rank, module_dropout=dropout, init_weights=True,
-            use_cayley_neumann=False, inference_mode=False,
-        )  # fmt: skip
+            target_modules=list(modules),
+            r=0,
+            oft_block_size=section.lora_rank,
+            module_dropout=dropout,
+            init_weights=True,
+            use_cayley_neumann=False,
+            inference_mode=False,
+        )
     if kind in ("lora", "dora", "rslora"):
-        return peft.LoraConfig(r=section.lora_rank, lora_alpha=alpha, lora_dropout=dropout, use_dora=kind == "dora",
-                               use_rslora=kind == "rslora", init_lora_weights=True, **common)  # fmt: skip
+        return peft.LoraConfig(
+            r=section.lora_rank,
+            lora_alpha=alpha,
+            lora_dropout=dropout,
+            use_dora=kind == "dora",
+            use_rslora=kind == "rslora",
+            init_lora_weights=True,
+            **common,
+        )
     config = peft.LoHaConfig if kind == "loha" else peft.LoKrConfig
     more = {"rank_dropout": dropout, "module_dropout": 0.0}
     return config(r=section.lora_rank, alpha=alpha, init_weights=True, **more, **common)
@@ -191,9 +206,10 @@ def load_adapter(adapter: Adapter, weights: dict[str, torch.nn.Parameter], store
             continue
         if found.shape != weight.shape:
             raise Trouble(
-                "bad_value", f"The LoRA to begin from has {list(found.shape)} for {key}, this run {list(weight.shape)}.",
+                "bad_value",
+                f"The LoRA to begin from has {list(found.shape)} for {key}, this run {list(weight.shape)}.",
                 hint="Set --lora_rank and --lora_target_modules as it was trained.",
-            )  # fmt: skip
+            )
         with torch.no_grad():
             weight.copy_(found)
         filled.add(key.rpartition(".lora_")[0])
@@ -210,9 +226,10 @@ def _check_strength(adapter: Adapter, module: str, stored: dict[str, torch.Tenso
     alpha, ours = float(found) if found is not None else float(adapter.ranks[module]), _alpha(adapter, module)
     if adapter.algorithm != "oft" and abs(alpha - ours) > 1e-3 * max(abs(alpha), abs(ours)):
         raise Trouble(
-            "bad_value", f"The LoRA to begin from has alpha {alpha:g} for {module}, this run {ours:g}.",
+            "bad_value",
+            f"The LoRA to begin from has alpha {alpha:g} for {module}, this run {ours:g}.",
             hint=f"Set --lora_alpha {alpha / math.sqrt(adapter.ranks[module]) if adapter.algorithm == 'rslora' else alpha:g}.",
-        )  # fmt: skip
+        )
 
 
 def _alpha(adapter: Adapter, module: str) -> float:

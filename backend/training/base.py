@@ -60,9 +60,10 @@ def _entries(section) -> dict[str, list[Path]]:
         model, _, pattern = entry.strip().rpartition(":")
         if not model:
             raise Trouble(
-                "bad_value", f"{entry.strip()!r} in --model_id_with_origin_paths is not `id:pattern`.",
+                "bad_value",
+                f"{entry.strip()!r} in --model_id_with_origin_paths is not `id:pattern`.",
                 hint='For example "loft/starter:transformer/*.safetensors".',
-            )  # fmt: skip
+            )
         entries[entry.strip()] = resolve(model, pattern)
     return entries
 
@@ -120,9 +121,10 @@ def load_parts(
 def _check_there(base: Base, name: str) -> None:
     if name not in base.spec.parts:
         raise Trouble(
-            "missing_part", f"The model {base.spec.title} has no {name} here, and this run needs it.",
+            "missing_part",
+            f"The model {base.spec.title} has no {name} here, and this run needs it.",
             hint=f"Name its file too; there are {', '.join(base.spec.parts)}.",
-        )  # fmt: skip
+        )
 
 
 def _own_weights(module: torch.nn.Module) -> None:

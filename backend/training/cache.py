@@ -134,9 +134,10 @@ def open_pixels(item: Item, size: tuple[int, int], *, flip: bool = False, box: B
             picture = in_rgb(stored)
     except Exception as error:  # decoders raise what they like
         raise Trouble(
-            "broken_picture", f"The picture {item.path} cannot be read ({error}).",
+            "broken_picture",
+            f"The picture {item.path} cannot be read ({error}).",
             hint="Replace or remove it, or set --skip_broken_pictures.",
-        ) from None  # fmt: skip
+        ) from None
     pixels = to_pixels(_cut_out(picture, size, box), width, height)[0]
     return pixels.flip(-1) if flip else pixels
 

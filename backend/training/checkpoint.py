@@ -74,9 +74,14 @@ def load_state(path: Path) -> State:
     optimizers, scaler = _read(path / "optimizers.pt", _optimizers_and_scaler)
     mean = path / "mean.safetensors"
     return State(
-        step=step, weights=_read(path / "weights.safetensors", load_file), optimizers=optimizers,
-        mean=_read(mean, load_file) if mean.exists() else None, scaler=scaler, random=_read(path / "random.pt", _unpickled), facts=facts,
-    )  # fmt: skip
+        step=step,
+        weights=_read(path / "weights.safetensors", load_file),
+        optimizers=optimizers,
+        mean=_read(mean, load_file) if mean.exists() else None,
+        scaler=scaler,
+        random=_read(path / "random.pt", _unpickled),
+        facts=facts,
+    )
 
 
 def _read(file: Path, reader: Callable[[Path], T]) -> T:
@@ -87,10 +92,13 @@ def _read(file: Path, reader: Callable[[Path], T]) -> T:
         path, why = file.parent, "is missing" if isinstance(error, FileNotFoundError) else "cannot be read"
         others = [other for other in list_states(path.parent.parent) if other != path]
         raise Trouble(
-            "damaged", f"The saved state {path} is damaged: its {file.name} {why}.",
-            hint=f"Resume from another: --resume_from_checkpoint {others[-1]}" if others else "There is no other: begin anew.",
+            "damaged",
+            f"The saved state {path} is damaged: its {file.name} {why}.",
+            hint=f"Resume from another: --resume_from_checkpoint {others[-1]}"
+            if others
+            else "There is no other: begin anew.",
             detail=str(error),
-        ) from None  # fmt: skip
+        ) from None
 
 
 def _step_and_facts(file: Path) -> tuple[int, dict]:
@@ -129,8 +137,11 @@ def prune_states(folder: Path, *, keep: int, keep_every: int | None) -> None:
 
 def clear_leftovers(folder: Path, output: Path) -> None:
     """Deletes what a killed process had begun to write in a run's folders. For the one process that writes there."""
-    for left in [*folder.glob(".preflight-*"), *folder.glob("samples/*/.*.partial"),
-                 *(folder / "checkpoints").glob(".step-*.tmp")]:  # fmt: skip
+    for left in [
+        *folder.glob(".preflight-*"),
+        *folder.glob("samples/*/.*.partial"),
+        *(folder / "checkpoints").glob(".step-*.tmp"),
+    ]:
         if left.is_dir():
             shutil.rmtree(left, ignore_errors=True)
         else:

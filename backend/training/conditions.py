@@ -68,17 +68,23 @@ def _encode_references(
             if found is not None:
                 return found
             if not tiled:
-                tiled.append("Memory ran out while a picture to edit was encoded; they are encoded in tiles, which other runs do not take over.")
+                tiled.append(
+                    "Memory ran out while a picture to edit was encoded; they are encoded in tiles, which other runs do not take over."
+                )
                 wishes.note(*tiled)
             return base.family.encode_references(parts, [picture], tiled=True)[0]
 
         broken.update(
             fill_references(
-                source.latent_store, missing, encode=encode, workers=section.dataset_num_workers, skip_broken=skip_broken,
+                source.latent_store,
+                missing,
+                encode=encode,
+                workers=section.dataset_num_workers,
+                skip_broken=skip_broken,
                 exact=lambda: not tiled,
                 progress=wishes.progress,
             )
-        )  # fmt: skip
+        )
 
     in_shares(wanted, source.latent_store, wishes, work)
     return left_out(broken, wishes)
@@ -95,9 +101,10 @@ def add_samples(source: Source, base: Base, load: Parts, wishes: Wishes) -> None
     named = sample_pictures(section, prompts)
     if named is None and not source.shown:
         raise Trouble(
-            "bad_value", "The sample prompts need pictures to edit: a second stage has none of the dataset's.",
+            "bad_value",
+            "The sample prompts need pictures to edit: a second stage has none of the dataset's.",
             hint="Name them with --sample_edit_images.",
-        )  # fmt: skip
+        )
     if named is None:
         own = [number for number, item in enumerate(source.items) if not item.prior]
         turns = [own[number % len(own)] for number in range(len(prompts))]
@@ -125,9 +132,13 @@ def _size_like(picture, data, base: Base) -> tuple[int, int]:
     """The size at which a picture would be trained: what is made of it has its proportions."""
     like = Item(path=picture.path, captions=(), width=picture.width, height=picture.height)
     return size_of(
-        like, height=data.height, width=data.width, max_pixels=data.max_pixels, multiple=base.family.SIZES.multiple,
+        like,
+        height=data.height,
+        width=data.width,
+        max_pixels=data.max_pixels,
+        multiple=base.family.SIZES.multiple,
         snap=False,
-    )  # fmt: skip
+    )
 
 
 def told_in(source: Source) -> list[Told]:
@@ -136,7 +147,9 @@ def told_in(source: Source) -> list[Told]:
     found = [("", ()), (" ", ())] if not source.references else []
     for view in source.latents:
         references = source.references.get(view, ())
-        found += [(prompt, references) for prompt in (*source.items[view.item].captions, *(dropped if references else ()))]
+        found += [
+            (prompt, references) for prompt in (*source.items[view.item].captions, *(dropped if references else ()))
+        ]
     return [*found, *told_to_draw(source)]
 
 

@@ -81,9 +81,10 @@ def read_dataset(section, *, trigger: str = "", index: Path | None = None, edits
         )
     if metadata and bases and len(metadata) != len(bases):
         raise Trouble(
-            "bad_value", f"There are {len(bases)} dataset folders but {len(metadata)} metadata files.",
+            "bad_value",
+            f"There are {len(bases)} dataset folders but {len(metadata)} metadata files.",
             hint="Give one metadata file for each folder, or none.",
-        )  # fmt: skip
+        )
     weights = _weights(section.dataset_weights, max(len(bases), len(metadata)))
     items: list[Item] = []
     notes: list[str] = []
@@ -98,9 +99,10 @@ def read_dataset(section, *, trigger: str = "", index: Path | None = None, edits
             found = _from_metadata(Path(metadata[number]), base, section, notes, edits=edits)
         elif edits:
             raise Trouble(
-                "no_edit_image", f"Nothing says which pictures those in {base} are edited from.",
+                "no_edit_image",
+                f"Nothing says which pictures those in {base} are edited from.",
                 hint=f"Give a metadata file with the columns image, prompt and edit_image (--dataset_metadata_path){_tables_in(base)}.",
-            )  # fmt: skip
+            )
         else:
             found = _from_folder(base, notes)
         items += [_finished(item, weight, trigger, section.masked_loss) for item in found]
@@ -171,7 +173,11 @@ def _listing(base: Path) -> tuple[list[Path], set[str]]:
 
 def _tables_in(base: Path) -> str:
     """Words about files in a dataset's folder that may be what is looked for."""
-    found = sorted(path.name for path in base.iterdir() if path.suffix.lower() in (".csv", ".json", ".jsonl") and path.name != "loft.json")
+    found = sorted(
+        path.name
+        for path in base.iterdir()
+        if path.suffix.lower() in (".csv", ".json", ".jsonl") and path.name != "loft.json"
+    )
     return f"; there is {' and '.join(found[:3])}" if found else ""
 
 
@@ -209,12 +215,15 @@ def _measured(items: list[Item], notes: list[str], index: Path | None, *, skip_b
 
 def _broken(path: Path, error: OSError) -> Trouble:
     if isinstance(error, FileNotFoundError) or error.errno == errno.ENAMETOOLONG:
-        return Trouble("missing_file", f"The picture {path} does not exist.", hint="Correct its name where it is given.")
+        return Trouble(
+            "missing_file", f"The picture {path} does not exist.", hint="Correct its name where it is given."
+        )
     why = "it is empty or no picture" if isinstance(error, UnidentifiedImageError) else error
     return Trouble(
-        "broken_picture", f"The picture {path} cannot be read ({why}).",
+        "broken_picture",
+        f"The picture {path} cannot be read ({why}).",
         hint="Replace or remove it, or set --skip_broken_pictures.",
-    )  # fmt: skip
+    )
 
 
 def measure(paths: Iterable[Path]) -> tuple[Picture, ...]:

@@ -25,9 +25,10 @@ def look(config, *, index: Path) -> Dataset | None:
         folder = Path(section.dataset_base_path)
         if not section.dataset_base_path or not folder.is_dir():
             raise Trouble(
-                "missing_file", f"The folder of encodings {section.dataset_base_path!r} does not exist.",
+                "missing_file",
+                f"The folder of encodings {section.dataset_base_path!r} does not exist.",
                 hint=f"Make them first: the same command with --task {task.partition(':')[0]}:data_process, and its --output_path here.",
-            )  # fmt: skip
+            )
     else:
         data = read_data(config, index=index, edits=asks_edits(section))
     sample_pictures(config.samples, lines_of(config.samples.sample_prompts))
@@ -57,6 +58,7 @@ def _check_resume(wanted: str | None) -> None:
             raise Trouble("missing_file", f"There is no file {wanted} (--resume_from_checkpoint).")
     elif not (Path(wanted) / "state.json").is_file():
         raise Trouble(
-            "missing_file", f"There is no saved state {wanted} (--resume_from_checkpoint).",
+            "missing_file",
+            f"There is no saved state {wanted} (--resume_from_checkpoint).",
             hint="A state is a folder such as OUTPUT/checkpoints/step-000100; latest is the newest in --output_path.",
-        )  # fmt: skip
+        )

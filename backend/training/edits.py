@@ -33,7 +33,9 @@ class Shown:
         return (self.picture.digest, *self.size, *(self.box or ()), self.flip)
 
 
-def shown(item: Item, size: tuple[int, int], *, flip: bool = False, place: int = 0, zoom: float = 1.0) -> tuple[Shown, ...]:
+def shown(
+    item: Item, size: tuple[int, int], *, flip: bool = False, place: int = 0, zoom: float = 1.0
+) -> tuple[Shown, ...]:
     """What `item` is edited from, to go with its cut `place` at `size` (height, width)."""
     return tuple(_shown(one, item, size, flip=flip, place=place, zoom=zoom) for one in item.edits)
 
@@ -70,9 +72,10 @@ def check_counts(counts: Iterable[tuple[str, int]], *, variant: str, title: str)
     for what, count in counts:
         if count > 1 and variant == "edit":
             raise Trouble(
-                "bad_value", f"{what} is edited from {count} pictures, and {title} works from one.",
+                "bad_value",
+                f"{what} is edited from {count} pictures, and {title} works from one.",
                 hint="Name one, or choose Qwen-Image-Edit-2509 or a later one.",
-            )  # fmt: skip
+            )
 
 
 def check_cuts(items: Iterable[Item], sizes: Iterable[tuple[int, int]], *, crops: int, zoom: float) -> None:
@@ -99,9 +102,10 @@ def open_shown(one: Shown) -> Image.Image:
     except (Trouble, OSError, ValueError) as error:
         why = error.message if isinstance(error, Trouble) else error
         raise Trouble(
-            "broken_picture", f"The picture {one.picture.path} cannot be read ({why}).",
+            "broken_picture",
+            f"The picture {one.picture.path} cannot be read ({why}).",
             hint="Replace or remove it, or set --skip_broken_pictures.",
-        ) from None  # fmt: skip
+        ) from None
     return picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if one.flip else picture
 
 
@@ -126,10 +130,15 @@ def sample_pictures(section, prompts: list[str]) -> list[tuple[Picture, ...]] | 
         lines = lines * len(prompts)
     if len(lines) != len(prompts):
         raise Trouble(
-            "bad_value", f"There are {len(prompts)} sample prompts but {len(lines)} lines of pictures for them (--sample_edit_images).",
+            "bad_value",
+            f"There are {len(prompts)} sample prompts but {len(lines)} lines of pictures for them (--sample_edit_images).",
             hint="Give one line for each prompt, or one for all; several pictures in a line with commas between.",
-        )  # fmt: skip
+        )
     named = [[Path(part.strip()) for part in line.split(",") if part.strip()] for line in lines]
     if not all(named):
-        raise Trouble("bad_value", f"A line of --sample_edit_images names no picture: {lines[named.index([])]!r}.", hint="Remove it, or name one.")
+        raise Trouble(
+            "bad_value",
+            f"A line of --sample_edit_images names no picture: {lines[named.index([])]!r}.",
+            hint="Remove it, or name one.",
+        )
     return [measure(paths) for paths in named]

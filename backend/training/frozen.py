@@ -29,9 +29,16 @@ class Kept:
 
 
 def keeping(
-    model, memory, entries: Mapping[str, str], parts: Mapping[str, PartSpec], *, trained: tuple[str, ...], device: torch.device,
-    dtype: torch.dtype, quantised: Collection[str] = (),
-) -> dict[str, Kept]:  # fmt: skip
+    model,
+    memory,
+    entries: Mapping[str, str],
+    parts: Mapping[str, PartSpec],
+    *,
+    trained: tuple[str, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    quantised: Collection[str] = (),
+) -> dict[str, Kept]:
     """Part -> how it is kept, for the parts that are not simply kept where they compute.
 
     `fp8_models` and `offload_models` name parts as they were given on the command line (`entries`), or by their own names; an entry that names
@@ -42,9 +49,11 @@ def keeping(
     for name in eight:
         if name in trained:
             raise Trouble(
-                "bad_value", f"The part {name} cannot be kept in FP8 (--fp8_models) while its own weights train: the steps of "
-                "an optimizer are too small for 8 bits.", hint="Train a LoRA on it, or leave it out of --fp8_models.",
-            )  # fmt: skip
+                "bad_value",
+                f"The part {name} cannot be kept in FP8 (--fp8_models) while its own weights train: the steps of "
+                "an optimizer are too small for 8 bits.",
+                hint="Train a LoRA on it, or leave it out of --fp8_models.",
+            )
     for name in away & set(trained):
         raise Trouble(
             "bad_value", f"The part {name} cannot be offloaded (--offload_models) while its own weights train."
@@ -55,12 +64,19 @@ def keeping(
     for name in sorted((eight | away) & set(quantised)):
         flag = "fp8_models" if name in eight else "enable_model_cpu_offload or --offload_models"
         raise Trouble(
-            "bad_value", f"The part {name} is quantised (--quant_options), and such weights are neither moved nor stored in FP8 (--{flag}).",
+            "bad_value",
+            f"The part {name} is quantised (--quant_options), and such weights are neither moved nor stored in FP8 (--{flag}).",
             hint="Name it in one of them only; --offload_models names single parts.",
-        )  # fmt: skip
+        )
     return {
         name: Kept(
-            _states(name in eight, name in away, device, torch.float32 if name == "vae" else dtype, in_file=memory.offload_device == "disk"),
+            _states(
+                name in eight,
+                name in away,
+                device,
+                torch.float32 if name == "vae" else dtype,
+                in_file=memory.offload_device == "disk",
+            ),
             (memory.resident_blocks or 0) if name == "dit" and name in away else 0,
         )
         for name in {*eight, *away}
@@ -70,15 +86,24 @@ def keeping(
 def _check_fetched(memory, away: Collection[str]) -> None:
     """Raises Trouble for what is said of fetched weights where there are none."""
     said = [
-        ("cpu_offload_split_threshold", "says in which pieces weights are fetched", memory.cpu_offload_split_threshold is not None and not away),
-        ("resident_blocks", "says how many of the transformer's fetched blocks stay", bool(memory.resident_blocks) and "dit" not in away),
-    ]  # fmt: skip
+        (
+            "cpu_offload_split_threshold",
+            "says in which pieces weights are fetched",
+            memory.cpu_offload_split_threshold is not None and not away,
+        ),
+        (
+            "resident_blocks",
+            "says how many of the transformer's fetched blocks stay",
+            bool(memory.resident_blocks) and "dit" not in away,
+        ),
+    ]
     for name, words, wrong in said:
         if wrong:
             raise Trouble(
-                "bad_value", f"--{name} {words}, but none are offloaded.",
+                "bad_value",
+                f"--{name} {words}, but none are offloaded.",
                 hint="Set --enable_model_cpu_offload or --offload_models, or leave it out.",
-            )  # fmt: skip
+            )
 
 
 def _named(text: str | None, setting: str, entries: Mapping[str, str], parts: Mapping[str, PartSpec]) -> set[str]:
@@ -97,8 +122,11 @@ def parts_called(wanted: str, setting: str, entries: Mapping[str, str], parts: M
     names = {part for part, entry in entries.items() if joined in (entry, *entry.split(","))} or ({wanted} & set(parts))
     if not names:
         known = [*dict.fromkeys(entry for entry in entries.values() if entry), *parts]
-        raise Trouble("bad_value", f"--{setting} names {wanted!r}, which is no part of this model.",
-                      hint=f"It can be {', '.join(known)}.")  # fmt: skip
+        raise Trouble(
+            "bad_value",
+            f"--{setting} names {wanted!r}, which is no part of this model.",
+            hint=f"It can be {', '.join(known)}.",
+        )
     return names
 
 
@@ -125,11 +153,19 @@ def _states(eight: bool, away: bool, device: torch.device, dtype: torch.dtype, *
     computing = str(dtype).removeprefix("torch.")
     in_file = away and (in_file or device.type == "cpu")
     stored = FP8 if eight and not (away and device.type == "cpu") else computing
-    waits = {"dtype": None, "device": "disk"} if in_file else {"dtype": stored, "device": "cpu" if away else _name(device)}
+    waits = (
+        {"dtype": None, "device": "disk"} if in_file else {"dtype": stored, "device": "cpu" if away else _name(device)}
+    )
     return VramConfig(
-        offload_dtype=waits["dtype"], offload_device=waits["device"], onload_dtype=waits["dtype"], onload_device=waits["device"],
-        preparing_dtype=stored, preparing_device=_name(device), computation_dtype=computing, computation_device=_name(device),
-    )  # fmt: skip
+        offload_dtype=waits["dtype"],
+        offload_device=waits["device"],
+        onload_dtype=waits["dtype"],
+        onload_device=waits["device"],
+        preparing_dtype=stored,
+        preparing_device=_name(device),
+        computation_dtype=computing,
+        computation_device=_name(device),
+    )
 
 
 def _name(device: torch.device) -> str:

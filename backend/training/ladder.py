@@ -8,7 +8,10 @@ import sys
 from backend.schema.messages import Trouble
 from backend.training.run import lora_part, trained_parts
 
-BEFORE = ("loading", "caching")  # phases before anything trains: there is nothing to be gained from how steps are computed
+BEFORE = (
+    "loading",
+    "caching",
+)  # phases before anything trains: there is nothing to be gained from how steps are computed
 
 
 def next_rung(config, phase: str = "training") -> tuple[list[str], str] | None:
@@ -25,7 +28,10 @@ def _rungs_before(config) -> list[tuple[bool, list[str], str]]:
     whole = config.model.quant_options or config.lora.lora_algorithm == "dora"  # weights that must be there in full
     away = not config.memory.enable_model_cpu_offload and not whole
     eight = [rung for rung in _rungs(config) if "--fp8_models" in rung[1]]
-    return [(away, ["--enable_model_cpu_offload"], "keeping frozen weights away from the device until they compute"), *eight]
+    return [
+        (away, ["--enable_model_cpu_offload"], "keeping frozen weights away from the device until they compute"),
+        *eight,
+    ]
 
 
 def _rungs(config) -> list[tuple[bool, list[str], str]]:
@@ -39,13 +45,24 @@ def _rungs(config) -> list[tuple[bool, list[str], str]]:
     in_eight = model.fp8_models or model.quant_options or part in trained_parts(config)
     return [
         (not checkpointing, ["--use_gradient_checkpointing"], "computing activations again instead of keeping them"),
-        (not memory.use_gradient_checkpointing_offload, ["--use_gradient_checkpointing_offload"],
-         "keeping what activations begin from in RAM"),
-        (bool(trained_parts(config)) and on_ram and _has_card(), ["--enable_optimizer_cpu_offload"], "keeping the optimizer in RAM"),
+        (
+            not memory.use_gradient_checkpointing_offload,
+            ["--use_gradient_checkpointing_offload"],
+            "keeping what activations begin from in RAM",
+        ),
+        (
+            bool(trained_parts(config)) and on_ram and _has_card(),
+            ["--enable_optimizer_cpu_offload"],
+            "keeping the optimizer in RAM",
+        ),
         (bool(memory.resident_blocks), ["--resident_blocks", "0"], "keeping none of the fetched blocks on the device"),
         (frozen and not in_eight, ["--fp8_models", f"{part}"], f"storing {part} in FP8"),
-        (frozen and not memory.enable_model_cpu_offload and not model.quant_options, ["--enable_model_cpu_offload"], "keeping frozen weights in RAM"),
-    ]  # fmt: skip
+        (
+            frozen and not memory.enable_model_cpu_offload and not model.quant_options,
+            ["--enable_model_cpu_offload"],
+            "keeping frozen weights in RAM",
+        ),
+    ]
 
 
 def _has_card() -> bool:

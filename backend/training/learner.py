@@ -35,9 +35,15 @@ class Material:
             references = [tuple(map(move, some)) for some in references]
         draws = Draws(noise=move(self.draws.noise), sigma=move(self.draws.sigma))
         return replace(
-            self, latents=move(self.latents), encodings=encodings, draws=draws, weights=move(self.weights), mask=move(self.mask),
-            references=references, levels=move(self.levels),
-        )  # fmt: skip
+            self,
+            latents=move(self.latents),
+            encodings=encodings,
+            draws=draws,
+            weights=move(self.weights),
+            mask=move(self.mask),
+            references=references,
+            levels=move(self.levels),
+        )
 
 
 class Learner(torch.nn.Module):
@@ -46,7 +52,9 @@ class Learner(torch.nn.Module):
     `forward(material, loss)` gives (weighted sum over the samples of the batch, detached errors of the samples).
     """
 
-    def __init__(self, family, parts: dict[str, torch.nn.Module], *, tokenizer=None, processor=None, dtype: torch.dtype):
+    def __init__(
+        self, family, parts: dict[str, torch.nn.Module], *, tokenizer=None, processor=None, dtype: torch.dtype
+    ):
         super().__init__()
         self.parts = torch.nn.ModuleDict(parts)
         self.family, self.tokenizer, self.processor, self.dtype = family, tokenizer, processor, dtype

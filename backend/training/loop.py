@@ -81,8 +81,14 @@ def _train(run: Run) -> str:
         if loss is not None and run.mean:
             run.mean.update(step + 1)
         if loss is not None:
-            run.reporter.step(step=step + 1, total_steps=pace.total, epoch=epoch + 1, loss=loss, learning_rate=rate,
-                              seconds=time.monotonic() - began)  # fmt: skip
+            run.reporter.step(
+                step=step + 1,
+                total_steps=pace.total,
+                epoch=epoch + 1,
+                loss=loss,
+                learning_rate=rate,
+                seconds=time.monotonic() - began,
+            )
         asked = stop()
         owed = after_step(run, step + 1, pace, asked=asked, bad=bool(bad), owed=owed)
         if asked:
@@ -113,10 +119,14 @@ def _epochs(run: Run) -> Callable[[int], list[Batch]]:
         if epoch not in known:
             known.clear()
             known[epoch] = epoch_batches(
-                run.source.items, run.source.shapes, batch_size=config.training.batch_size,
-                repeat=config.dataset.dataset_repeat, prior_share=config.prior.prior_share, seed=config.training.seed,
+                run.source.items,
+                run.source.shapes,
+                batch_size=config.training.batch_size,
+                repeat=config.dataset.dataset_repeat,
+                prior_share=config.prior.prior_share,
+                seed=config.training.seed,
                 epoch=epoch,
-            )  # fmt: skip
+            )
         return known[epoch]
 
     return batches
@@ -163,9 +173,10 @@ def _check_bad(run: Run, bad: int, step: int) -> None:
         run.reporter.note(f"Step {step + 1} gave no number and was left out.", step=step + 1)
     if bad >= MOST_BAD_STEPS:
         raise Trouble(
-            "not_finite", f"The loss was no number {bad} steps in a row, at step {step + 1}; the run ends here.",
+            "not_finite",
+            f"The loss was no number {bad} steps in a row, at step {step + 1}; the run ends here.",
             hint="Lower the learning rate, or compute in bf16. If the newest state gives no number either, go on from the one before it.",
-        )  # fmt: skip
+        )
 
 
 def after_step(run: Run, step: int, pace: Pace, *, asked: bool, bad: bool, owed: bool) -> bool:
@@ -179,7 +190,9 @@ def after_step(run: Run, step: int, pace: Pace, *, asked: bool, bad: bool, owed:
     by_epoch = due and not config.output.save_steps
     every = config.samples.sample_every
     draws = (every and step % every == 0) or (not every and due) or last
-    if draws and not asked:  # before saving, as a result carries the newest picture; whoever wants to end is not kept waiting
+    if (
+        draws and not asked
+    ):  # before saving, as a result carries the newest picture; whoever wants to end is not kept waiting
         draw_samples(run, step)
     if due or asked or last:
         epoch = step // pace.per_epoch

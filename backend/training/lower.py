@@ -40,7 +40,9 @@ class Fewer:
             done = attempt(lambda piece=piece: list(self.work(piece)))
             if done is None:
                 self.most = len(piece) // 2
-                self.note(f"Memory ran out while {self.what} were encoded; {self.most} are encoded at once from now on.")
+                self.note(
+                    f"Memory ran out while {self.what} were encoded; {self.most} are encoded at once from now on."
+                )
             found += done or []
         return found
 
@@ -66,5 +68,7 @@ class Tiled:
         if found is not None:
             return found
         self.least = size
-        self.note("Memory ran out while a picture was encoded; such pictures are encoded in tiles, which other runs do not take over. A smaller --max_pixels needs none.")
+        self.note(
+            "Memory ran out while a picture was encoded; such pictures are encoded in tiles, which other runs do not take over. A smaller --max_pixels needs none."
+        )
         return self.encode(pixels, tiled=True)

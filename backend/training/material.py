@@ -46,10 +46,17 @@ def prepare_source(
     items = list(dataset.items)
     sizes = [_size(item, section, base, config.training.batch_size) for item in items]
     source = Source(
-        items=items, sizes=sizes, latents={}, texts=None, config=config,
-        latent_store=Store(folder and folder / "latents", shared=shared), text_store=Store(folder and folder / "texts"),
-        schedule=schedules(base), reference_sizes=[()] * len(items), processor=processor,
-    )  # fmt: skip
+        items=items,
+        sizes=sizes,
+        latents={},
+        texts=None,
+        config=config,
+        latent_store=Store(folder and folder / "latents", shared=shared),
+        text_store=Store(folder and folder / "texts"),
+        schedule=schedules(base),
+        reference_sizes=[()] * len(items),
+        processor=processor,
+    )
     counts = ((item.path.name, len(item.edits)) for item in items)
     check_counts(counts, variant=base.spec.variant, title=base.spec.title)
     check_cuts(items, sizes, crops=section.crops, zoom=section.crop_zoom)
@@ -69,9 +76,13 @@ def prepare_source(
 
 def _size(item: Item, section, base: Base, batch_size: int) -> tuple[int, int]:
     return size_of(
-        item, height=section.height, width=section.width, max_pixels=section.max_pixels,
-        multiple=base.family.SIZES.multiple, snap=batch_size > 1,
-    )  # fmt: skip
+        item,
+        height=section.height,
+        width=section.width,
+        max_pixels=section.max_pixels,
+        multiple=base.family.SIZES.multiple,
+        snap=batch_size > 1,
+    )
 
 
 def schedules(base: Base) -> Callable[..., torch.Tensor]:
@@ -104,10 +115,17 @@ def _fill_pictures(source: Source, base: Base, load: Parts, wishes: Wishes) -> N
 
         each = Tiled(encode, wishes.note)
         found = fill_latents(
-            source.latent_store, missing, source.items, source.sizes, encode=Fewer(each, wishes.note, what="pictures"), exact=lambda: each.exact,
-            workers=config.dataset.dataset_num_workers, skip_broken=config.dataset.skip_broken_pictures,
-            progress=wishes.progress, zoom=config.dataset.crop_zoom,
-        )  # fmt: skip
+            source.latent_store,
+            missing,
+            source.items,
+            source.sizes,
+            encode=Fewer(each, wishes.note, what="pictures"),
+            exact=lambda: each.exact,
+            workers=config.dataset.dataset_num_workers,
+            skip_broken=config.dataset.skip_broken_pictures,
+            progress=wishes.progress,
+            zoom=config.dataset.crop_zoom,
+        )
         broken.update(found)
 
     in_shares({key: where for where, key in source.latents.items()}, source.latent_store, wishes, work)

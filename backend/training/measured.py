@@ -35,7 +35,11 @@ def beside_tensors(run) -> dict[str, int]:
         return {}
     parts = {**run.learner.parts, "vae": run.vae}
     state = sum(
-        value.nbytes for one in run.optimizers for values in one.state.values() for value in values.values() if hasattr(value, "nbytes")
+        value.nbytes
+        for one in run.optimizers
+        for values in one.state.values()
+        for value in values.values()
+        if hasattr(value, "nbytes")
     )
     held = live.weight_bytes(parts, run.device) + state
     return {"libraries_bytes": max(0, memory()["ram_bytes"] - held)}
@@ -50,9 +54,15 @@ def keep(run) -> None:
     predicted, measured = _highest(both)
     with contextlib.suppress(OSError):  # a full disk is no reason to end a run over statistics
         learnt.remember(
-            places().user / MEASURED, probe(run.device), run.base.spec.family, kind=learnt.kind_of(run.config),
-            predicted_bytes=predicted, measured_bytes=measured, known=known_of(run.peaks.largest), phases=both,
-        )  # fmt: skip
+            places().user / MEASURED,
+            probe(run.device),
+            run.base.spec.family,
+            kind=learnt.kind_of(run.config),
+            predicted_bytes=predicted,
+            measured_bytes=measured,
+            known=known_of(run.peaks.largest),
+            phases=both,
+        )
 
 
 def _both(run) -> dict[str, list[int]]:
@@ -78,7 +88,9 @@ def predicted_by(run) -> dict[str, int]:
     """Phase -> bytes that `run` should take, with what it has found out about its pictures and captions, and what earlier runs taught."""
     card, sizes = probe(run.device), _sizes(run)
     run.peaks.fixed = run.peaks.fixed or fixed_here(card, sizes)  # once, for this run teaches too
-    return foresee.run_bytes(run.config, sizes, run.peaks.fixed, **known_of(run.peaks.largest), batch=run.peaks.largest.count)
+    return foresee.run_bytes(
+        run.config, sizes, run.peaks.fixed, **known_of(run.peaks.largest), batch=run.peaks.largest.count
+    )
 
 
 def predicted_bytes(config, sizes: ModelSizes, card: Card, largest: Largest) -> dict[str, int]:

@@ -40,9 +40,10 @@ def read_rows(path: Path, section, notes: list[str], *, edits: bool) -> Iterator
     rows = _table(path, text.lstrip("\ufeff"))
     if not rows:
         raise Trouble(
-            "empty_dataset", f"The metadata file {path} holds no rows.",
+            "empty_dataset",
+            f"The metadata file {path} holds no rows.",
             hint="A row for each picture: its file under `image`, its caption under `prompt`.",
-        )  # fmt: skip
+        )
     extras = listed(section.extra_inputs)
     keys = tuple(key for key in section.data_file_keys if key not in (EDIT, *extras)) or ("image",)
     for number, row in enumerate(rows, start=1):
@@ -60,7 +61,9 @@ def _table(path: Path, text: str) -> list[dict]:
         if path.suffix.lower() == ".csv":
             return list(csv.DictReader(io.StringIO(text, newline="")))
         if path.suffix.lower() == ".jsonl":
-            rows = [json.loads(line) for line in text.split("\n") if line.strip()]  # a caption may hold other ends of lines
+            rows = [
+                json.loads(line) for line in text.split("\n") if line.strip()
+            ]  # a caption may hold other ends of lines
         else:
             rows = json.loads(text)
     except RecursionError:
@@ -77,17 +80,19 @@ def _picture(row: dict, keys: tuple[str, ...], number: int, name: str) -> str:
     present = [key for key in keys if key in row]
     if not present:
         raise Trouble(
-            "bad_metadata", f"Row {number} of {name} names no picture: its columns are {', '.join(map(str, row))}.",
+            "bad_metadata",
+            f"Row {number} of {name} names no picture: its columns are {', '.join(map(str, row))}.",
             hint=f"The picture's column must be called {' or '.join(keys)} (--data_file_keys).",
-        )  # fmt: skip
+        )
     said = next((row[key] for key in present if row[key] not in (None, "", [])), None)
     if isinstance(said, str) and said.strip():
         return said.strip()
     if said is None or isinstance(said, str):
         raise Trouble(
-            "bad_metadata", f"Row {number} of {name} names no picture: its {' and '.join(present)} is empty.",
+            "bad_metadata",
+            f"Row {number} of {name} names no picture: its {' and '.join(present)} is empty.",
             hint="Write the picture's file there, or remove the row.",
-        )  # fmt: skip
+        )
     raise Trouble("bad_metadata", f"Row {number} of {name} has {said!r} under {present[0]}, which is no file's name.")
 
 
@@ -95,12 +100,15 @@ def _edits(said, number: int, name: str) -> tuple[str, ...]:
     """The files in a cell of `edit_image`: one, or a list of some."""
     if said in (None, "", []) or (isinstance(said, str) and not said.strip()):
         raise Trouble(
-            "bad_metadata", f"Row {number} of {name} does not say which picture it is edited from: it has no {EDIT}.",
+            "bad_metadata",
+            f"Row {number} of {name} does not say which picture it is edited from: it has no {EDIT}.",
             hint=f"Every row needs one under {EDIT}; in json and jsonl it may be a list of several.",
-        )  # fmt: skip
+        )
     paths = said if isinstance(said, list) else [said]
     if not all(isinstance(path, str) and path.strip() for path in paths):
-        raise Trouble("bad_metadata", f"The {EDIT} in row {number} of {name} is neither a file's name nor a list of them.")
+        raise Trouble(
+            "bad_metadata", f"The {EDIT} in row {number} of {name} is neither a file's name nor a list of them."
+        )
     return tuple(path.strip() for path in paths)
 
 
@@ -108,7 +116,9 @@ def _seed(seed, number: int, name: str) -> int | None:
     if seed is None or seed == "":
         return None
     if not str(seed).strip().isdecimal() or len(str(seed)) > 20 or int(seed) >= 2**63:
-        raise Trouble("bad_metadata", f"The seed in row {number} of {name} is {str(seed)[:40]!r}, not a whole number below 2**63.")
+        raise Trouble(
+            "bad_metadata", f"The seed in row {number} of {name} is {str(seed)[:40]!r}, not a whole number below 2**63."
+        )
     return int(seed)
 
 

@@ -87,18 +87,22 @@ def find_class(dotted: str) -> type:
     package, _, name = dotted.rpartition(".")
     if not package:
         raise Trouble(
-            "bad_value", f"There is no optimizer called {dotted!r}.",
+            "bad_value",
+            f"There is no optimizer called {dotted!r}.",
             hint=f"Use {', '.join(_NAMED)}, or a class by its dotted name.",
-        )  # fmt: skip
+        )
     try:
         kind = getattr(importlib.import_module(package), name)
     except ImportError as error:
         top = package.partition(".")[0]
-        why = "which is not installed" if importlib.util.find_spec(top) is None else f"which cannot be imported ({error})"
+        why = (
+            "which is not installed" if importlib.util.find_spec(top) is None else f"which cannot be imported ({error})"
+        )
         raise Trouble(
-            "missing_package", f"The optimizer {dotted} needs the package {top}, {why}.",
+            "missing_package",
+            f"The optimizer {dotted} needs the package {top}, {why}.",
             hint=f"pip install {_ON_PYPI.get(top, top)}; or choose one that needs none: {', '.join(list(_NAMED)[:6])}.",
-        ) from None  # fmt: skip
+        ) from None
     except AttributeError:
         raise Trouble("bad_value", f"The module {package} has no optimizer {name}.") from None
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
@@ -128,9 +132,10 @@ def part_rates(text: str | None, general: float, parts: Iterable[str]) -> dict[s
             continue
         if part not in rates:
             raise Trouble(
-                "bad_value", f"Learning rates (--learning_rates) names {part!r}, which does not train.",
+                "bad_value",
+                f"Learning rates (--learning_rates) names {part!r}, which does not train.",
                 hint=f"What trains: {', '.join(rates)}.",
-            )  # fmt: skip
+            )
         try:
             rates[part] = float(rate)
         except ValueError:
@@ -147,9 +152,10 @@ def part_schedules(text: str | None, general: str, parts: Iterable[str]) -> dict
             continue
         if part not in found or kind not in SCHEDULES:
             raise Trouble(
-                "bad_value", f"{entry.strip()!r} in --lr_schedulers is not a part that trains and its schedule.",
+                "bad_value",
+                f"{entry.strip()!r} in --lr_schedulers is not a part that trains and its schedule.",
                 hint=f"Parts: {', '.join(found)}; schedules: {', '.join(SCHEDULES)}.",
-            )  # fmt: skip
+            )
         found[part] = kind
     return found
 

@@ -38,7 +38,10 @@ class Peaks:
     """The peaks of one run. Enter `step`, `sample` and `save` around each; inside a step name what comes by `moment`."""
 
     def __init__(self, run):
-        self.run, self.measure = run, live.Measure({**run.learner.parts, "vae": run.vae}, run.device, beside=self._beside)
+        self.run, self.measure = (
+            run,
+            live.Measure({**run.learner.parts, "vae": run.vae}, run.device, beside=self._beside),
+        )
         self.counts = self.measure.is_free
         self.steps, self.same, self.largest, self._open = 0, 0, Largest(), False
         self._tokens: dict[str, int] = {}
@@ -54,7 +57,9 @@ class Peaks:
         """A step over `groups`; it is looked at where there was none as large before, or but one. The first is passed over: only after it
         is there everything that stays from step to step."""
         size = max(self._size(batch) for group in groups for batch in group)
-        seen = self.steps > 0 and (self.counts or size > self.largest or (size == self.largest and self.same < SAME_SEEN))
+        seen = self.steps > 0 and (
+            self.counts or size > self.largest or (size == self.largest and self.same < SAME_SEEN)
+        )
         self.steps += 1
         if seen:
             self.same = self.same + 1 if size == self.largest else 1

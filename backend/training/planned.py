@@ -32,7 +32,11 @@ def with_plan(config, accelerator, reporter):
     found = plan_here(spec, card, config, download.preferences(), user=places().user)
     settings = _shared(found.settings, accelerator)
     if found.verdict == "red":
-        raise Trouble("does_not_fit", f"This run does not fit into {_words(card)}. {found.advice}", hint="Lower --max_pixels or --batch_size.")
+        raise Trouble(
+            "does_not_fit",
+            f"This run does not fit into {_words(card)}. {found.advice}",
+            hint="Lower --max_pixels or --batch_size.",
+        )
     _tell(found, settings, card, config, reporter)
     return from_values(type(config), settings, base=config)
 
@@ -68,9 +72,14 @@ def _tell(found: VramPlan, settings: dict, card: Card, config, reporter) -> None
     flags = " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in changed.items())
     reporter.note(
         f"The plan for {_words(card)}: {low:.2f} to {high:.2f} GiB at most, with {flags or 'nothing changed'}.",
-        plan={"settings": changed, "peak_low_bytes": found.peak_low_bytes, "peak_high_bytes": found.peak_high_bytes,
-              "live_bytes": found.peak_live_bytes, "steps": [step.sentence for step in found.steps]},
-    )  # fmt: skip
+        plan={
+            "settings": changed,
+            "peak_low_bytes": found.peak_low_bytes,
+            "peak_high_bytes": found.peak_high_bytes,
+            "live_bytes": found.peak_live_bytes,
+            "steps": [step.sentence for step in found.steps],
+        },
+    )
 
 
 def _words(card: Card) -> str:

@@ -39,7 +39,9 @@ def preflight(run: Run) -> dict[str, int]:
     predicted = predicted_by(run) if run.first and is_known(run) else {}
     measured = {f"{name}_bytes": value for name, value in peaks.items()}
     run.reporter.event("memory", phase="preflight", **measured, predicted=predicted)
-    run.reporter.say("Peaks: " + ", ".join(f"{name} {_words(value, predicted.get(name))}" for name, value in peaks.items()))
+    run.reporter.say(
+        "Peaks: " + ", ".join(f"{name} {_words(value, predicted.get(name))}" for name, value in peaks.items())
+    )
     return peaks
 
 

@@ -45,9 +45,16 @@ def add_drawn(source: Source, base: Base, load: Parts, wishes: Wishes) -> None:
         if references:
             source.references[view] = references
         source.items.append(
-            Item(path=Path(key), captions=(prompt,), width=own_size[1], height=own_size[0], digest=key, prior=True,
-                 edits=source.items[like].edits)
-        )  # fmt: skip
+            Item(
+                path=Path(key),
+                captions=(prompt,),
+                width=own_size[1],
+                height=own_size[0],
+                digest=key,
+                prior=True,
+                edits=source.items[like].edits,
+            )
+        )
         source.sizes.append(own_size)
         source.reference_sizes.append(source.reference_sizes[like])
         wanted[key] = (prompt, place, references, own_size)
@@ -65,14 +72,21 @@ def _draw_missing(missing: dict, source: Source, base: Base, load: Parts, wishes
     words = {}
     for group in groups:
         words |= zip(group, encode_told(group, parts, source, base), strict=True)
+
     def draw(some: list, together: bool = True) -> torch.Tensor:
         return draw_latents(
-            base.family, parts, base.spec.scheduler,
+            base.family,
+            parts,
+            base.spec.scheduler,
             [source.with_references(words[prompt, references], references) for prompt, _, references, _ in some],
             [source.with_references(words[EMPTY, references], references) for _, _, references, _ in some],
-            seeds=[seed for _, seed, _, _ in some], steps=PRIOR_STEPS, guidance=source.config.prior.prior_guidance,
-            size=some[0][3], dtype=wishes.dtype, together=together,
-        )  # fmt: skip
+            seeds=[seed for _, seed, _, _ in some],
+            steps=PRIOR_STEPS,
+            guidance=source.config.prior.prior_guidance,
+            size=some[0][3],
+            dtype=wishes.dtype,
+            together=together,
+        )
 
     def draw_somehow(some: list) -> torch.Tensor:
         found = attempt(lambda: draw(some)) if len(some) == 1 else draw(some)
@@ -82,6 +96,8 @@ def _draw_missing(missing: dict, source: Source, base: Base, load: Parts, wishes
     count = 1 if editing else num_at_once(missing[keys[0]][3])
     fewer = Fewer(draw_somehow, wishes.note, what="pictures that are trained along")
     for start in range(0, len(keys), count):
-        for key, one in zip(keys[start : start + count], fewer([missing[key] for key in keys[start : start + count]]), strict=True):
+        for key, one in zip(
+            keys[start : start + count], fewer([missing[key] for key in keys[start : start + count]]), strict=True
+        ):
             source.latent_store.put(key, {"latents": one.float()})
         wishes.progress(min(start + count, len(keys)), len(keys))

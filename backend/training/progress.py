@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -59,9 +60,10 @@ def strengths_of(section) -> list[float]:
         found = []
     if not found:
         raise Trouble(
-            "bad_value", f"Sample strengths (--sample_strengths) are {section.sample_strengths!r}, not numbers.",
+            "bad_value",
+            f"Sample strengths (--sample_strengths) are {section.sample_strengths!r}, not numbers.",
             hint="For example 0.5,1.",
-        )  # fmt: skip
+        )
     return found
 
 
@@ -70,16 +72,19 @@ def _check_strengths(run: Run, strengths: list[float]) -> None:
     kind = run.adapter.algorithm if run.adapter else "weights"
     if kind in ("weights", "dora", "oft") and any(strength != 1.0 for strength in strengths):
         raise Trouble(
-            "bad_value", f"Samples at other strengths than 1 (--sample_strengths) need a LoRA; what trains here is {kind}.",
+            "bad_value",
+            f"Samples at other strengths than 1 (--sample_strengths) need a LoRA; what trains here is {kind}.",
             hint="Leave --sample_strengths at 1.",
-        )  # fmt: skip
+        )
 
 
 @contextlib.contextmanager
 def at_strength(module: torch.nn.Module, strength: float) -> Iterator[None]:
     """The adapter in `module`, if there is one, counting `strength` times as much."""
     found = [getattr(inner, "scaling", None) for inner in module.modules()]
-    found = [scaling for scaling in found if isinstance(scaling, dict) and ADAPTER in scaling]  # attention has a number of that name
+    found = [
+        scaling for scaling in found if isinstance(scaling, dict) and ADAPTER in scaling
+    ]  # attention has a number of that name
     before = [scaling[ADAPTER] for scaling in found]
     for scaling in found:
         scaling[ADAPTER] *= strength
@@ -105,9 +110,18 @@ def _draw_one(run: Run, step: int, number: int, sample: Sample, strength: float,
 
     def draw(together: bool) -> torch.Tensor:
         return draw_latents(
-            family, parts, run.base.spec.scheduler, [towards], [away], seeds=[seed], steps=section.sample_inference_steps,
-            guidance=section.sample_guidance, size=sample.size, dtype=run.dtype, together=together,
-        )  # fmt: skip
+            family,
+            parts,
+            run.base.spec.scheduler,
+            [towards],
+            [away],
+            seeds=[seed],
+            steps=section.sample_inference_steps,
+            guidance=section.sample_guidance,
+            size=sample.size,
+            dtype=run.dtype,
+            together=together,
+        )
 
     latents = _on_some_rung(run, draw, step)
     if not run.first or latents is None:
@@ -115,7 +129,12 @@ def _draw_one(run: Run, step: int, number: int, sample: Sample, strength: float,
     path = run.folder / "samples" / f"step-{step:06d}" / name
     settings = {"prompt": prompt, "seed": seed, "step": step, "strength": strength, "run": run.config.output.name}
     try:
-        if _on_some_rung(run, lambda whole: save_sample(family, parts, latents, path, settings, tiled=not whole) or path, step) is None:
+        if (
+            _on_some_rung(
+                run, lambda whole: save_sample(family, parts, latents, path, settings, tiled=not whole) or path, step
+            )
+            is None
+        ):
             return
     except Trouble as trouble:
         if trouble.kind not in ("cannot_write", "not_finite"):
@@ -135,11 +154,16 @@ def _on_some_rung(run: Run, work: Callable[[bool], T], step: int) -> T | None:
     if found is not None:
         return found
     if not run.samples_lower:
-        run.reporter.note("Memory ran out while a sample was drawn; guidance is computed in two passes, and samples are decoded in tiles.", step=step)
+        run.reporter.note(
+            "Memory ran out while a sample was drawn; guidance is computed in two passes, and samples are decoded in tiles.",
+            step=step,
+        )
     run.samples_lower = True
     found = attempt(lambda: work(False))
     if found is None:
-        run.reporter.note(f"A sample of step {step} is missing: memory ran out. Lower --sample_width and --sample_height.", step=step)
+        run.reporter.note(
+            f"A sample of step {step} is missing: memory ran out. Lower --sample_width and --sample_height.", step=step
+        )
     return found
 
 
@@ -151,7 +175,8 @@ def validation_loss(run: Run) -> float:
         for number in run.aside:
             count = len(VALIDATION_LEVELS)
             places = tuple(-1 - number * count - turn for turn in range(count))
-            errors = attempt(lambda: _errors(run, number, places, VALIDATION_LEVELS)) if run.accelerator.num_processes == 1 else None  # noqa: B023
+            alone = run.accelerator.num_processes == 1
+            errors = attempt(partial(_errors, run, number, places, VALIDATION_LEVELS)) if alone else None
             if errors is None:
                 each = zip(places, VALIDATION_LEVELS, strict=True)
                 errors = [error for place, level in each for error in _errors(run, number, (place,), (level,))]

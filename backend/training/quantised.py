@@ -42,8 +42,13 @@ class Quantised:
 
 
 def read_options(
-    text: str | None, entries: Mapping[str, str], parts: Mapping[str, PartSpec], *, trained: tuple[str, ...], flowing: tuple[str, ...]
-) -> dict[str, Quantised]:  # fmt: skip
+    text: str | None,
+    entries: Mapping[str, str],
+    parts: Mapping[str, PartSpec],
+    *,
+    trained: tuple[str, ...],
+    flowing: tuple[str, ...],
+) -> dict[str, Quantised]:
     """Part -> how it is quantised, from `MODEL:METHOD[/LAYER,LAYER]`, separated by semicolons.
 
     MODEL is an entry of the command line or a part's name, as for `--fp8_models`. Raises Trouble for a name that is none, a part in `trained`
@@ -68,42 +73,49 @@ def read_options(
             found[part] = Quantised(name.strip(), layers)
     if text and not found:
         raise Trouble(
-            "bad_value", f"--quant_options is {text!r}, which names no part.", hint="For example dit:int8, or leave it out."
-        )  # fmt: skip
+            "bad_value",
+            f"--quant_options is {text!r}, which names no part.",
+            hint="For example dit:int8, or leave it out.",
+        )
     return found
 
 
 def _method(name: str) -> Method:
     if name not in METHODS:
         raise Trouble(
-            "bad_value", f"There is no quantisation method {name!r} (--quant_options).", hint=f"There are {', '.join(METHODS)}."
-        )  # fmt: skip
+            "bad_value",
+            f"There is no quantisation method {name!r} (--quant_options).",
+            hint=f"There are {', '.join(METHODS)}.",
+        )
     package = METHODS[name].package
     if package and importlib.util.find_spec(package) is None:
         raise Trouble(
-            "missing_package", f"The quantisation {name} (--quant_options) needs the package {package}, which is not installed.",
+            "missing_package",
+            f"The quantisation {name} (--quant_options) needs the package {package}, which is not installed.",
             hint=f"pip install {package}; or use int8, which needs none.",
-        )  # fmt: skip
+        )
     return METHODS[name]
 
 
 def _check_part(part: str, name: str, method: Method, *, trained: tuple[str, ...], flowing: tuple[str, ...]) -> None:
     if part in trained:
         raise Trouble(
-            "bad_value", f"The part {part} cannot be quantised (--quant_options) while its own weights train.",
+            "bad_value",
+            f"The part {part} cannot be quantised (--quant_options) while its own weights train.",
             hint="Train a LoRA on it, or leave it out of --quant_options.",
-        )  # fmt: skip
+        )
     if part in flowing and not method.gradients:
         able = [other for other, one in METHODS.items() if one.gradients]
         raise Trouble(
-            "bad_value", f"The quantisation {name} of {part} (--quant_options) passes no gradients, so no LoRA could learn there.",
+            "bad_value",
+            f"The quantisation {name} of {part} (--quant_options) passes no gradients, so no LoRA could learn there.",
             hint=f"Use one of {', '.join(able)}.",
-        )  # fmt: skip
+        )
 
 
 def quantise(
     module: torch.nn.Module, how: Quantised, *, part: PartSpec, maps: Mapping[Path, mmap.mmap], device: torch.device
-) -> torch.nn.Module:  # fmt: skip
+) -> torch.nn.Module:
     """Rounds the linear layers of `module` in place, each brought to `device` by itself, and then brings the rest there.
 
     `maps` are those that the module was loaded from: the pages of a layer that was rounded are let go.
@@ -123,9 +135,10 @@ def quantise(
             layer = METHODS[how.method].make(layers[name].to(device))
         except (ImportError, NotImplementedError, RuntimeError, AssertionError, ValueError) as error:
             raise Trouble(
-                "not_supported", f"The quantisation {how.method} does not work here for {part.name}.{name}: {str(error)[:300]}",
+                "not_supported",
+                f"The quantisation {how.method} does not work here for {part.name}.{name}: {str(error)[:300]}",
                 hint="Use int8, or another method.",
-            ) from None  # fmt: skip
+            ) from None
         setattr(module.get_submodule(owner), leaf, layer)
         layers[name] = None
         at = part.tensors.get(f"{name}.weight")

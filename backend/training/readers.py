@@ -29,9 +29,10 @@ def _folder(kind: str, named: str | None, own: Path | None, base: Base) -> Path:
         return resolve(*USUAL[kind])[0]
     if found is None or not found.is_dir():
         raise Trouble(
-            "missing_file", f"The {kind} of {base.spec.title} was not found ({named or found or 'there is none beside it'}).",
+            "missing_file",
+            f"The {kind} of {base.spec.title} was not found ({named or found or 'there is none beside it'}).",
             hint=f"Set --{kind}_path.",
-        )  # fmt: skip
+        )
     return found
 
 

@@ -54,8 +54,16 @@ class Reporter:
     ) -> None:
         if self.silent:
             return
-        self.event("step", step=step, total_steps=total_steps, epoch=epoch, loss=loss, learning_rate=learning_rate,
-                   seconds=seconds, **more)  # fmt: skip
+        self.event(
+            "step",
+            step=step,
+            total_steps=total_steps,
+            epoch=epoch,
+            loss=loss,
+            learning_rate=learning_rate,
+            seconds=seconds,
+            **more,
+        )
         if self.table:
             self._row(step=step, epoch=epoch, loss=loss, learning_rate=learning_rate, seconds=seconds)
         for board in self.boards:
@@ -140,6 +148,7 @@ def _package(module: str, package: str):
         lacking = importlib.util.find_spec(package) is None
         why = "which is not installed" if lacking else f"which cannot be imported ({error})"
         raise Trouble(
-            "missing_package", f"Logging to {package} needs the package {package}, {why}.",
+            "missing_package",
+            f"Logging to {package} needs the package {package}, {why}.",
             hint=f"pip install {package}; or turn that logger off.",
-        ) from None  # fmt: skip
+        ) from None

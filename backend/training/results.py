@@ -52,7 +52,8 @@ def result_metadata(run: Run, *, step: int, epoch: int) -> dict[str, str]:
         "epochs": str(epoch),
         "pictures": str(sum(not item.prior for item in run.source.items)),
         "config": json.dumps(
-            {name: value for name, value in changed.items() if not (_is_private(name) or _tells_place(value))}, ensure_ascii=False
+            {name: value for name, value in changed.items() if not (_is_private(name) or _tells_place(value))},
+            ensure_ascii=False,
         ),
     }
     picture = thumbnail_of(run.folder, step)

@@ -35,9 +35,10 @@ def restore(run, total_steps: int) -> int:
     state = load_state(path)
     if state.step >= total_steps:
         raise Trouble(
-            "already_complete", f"The run is already complete: it has made {state.step} of {total_steps} steps.",
+            "already_complete",
+            f"The run is already complete: it has made {state.step} of {total_steps} steps.",
             hint="Raise --num_epochs or --max_steps to train on.",
-        )  # fmt: skip
+        )
     _take(run, state)
     run.reporter.rewind(state.step)
     run.reporter.event("resumed", step=state.step, **_receipt(run, state))
@@ -50,15 +51,17 @@ def _take(run, state) -> None:
     for name, weight in run.weights.items():
         if name not in state.weights or state.weights[name].shape != weight.shape:
             raise Trouble(
-                "bad_value", f"The saved state has no {name} of this run's size: it was made with other settings.",
+                "bad_value",
+                f"The saved state has no {name} of this run's size: it was made with other settings.",
                 hint="Resume with the settings it was made with, or begin anew.",
-            )  # fmt: skip
+            )
         shards.fill(weight, state.weights[name])
     if beyond := sorted(state.weights.keys() - run.weights.keys()):
         raise Trouble(
-            "bad_value", f"The saved state has {beyond[0]}, which does not train in this run: it was made with other settings.",
+            "bad_value",
+            f"The saved state has {beyond[0]}, which does not train in this run: it was made with other settings.",
             hint="Resume with the settings it was made with, or begin anew.",
-        )  # fmt: skip
+        )
     if _same_optimizer(run, state):
         _take_optimizers(run, state)
     if run.beside:
@@ -84,7 +87,13 @@ def _same_optimizer(run, state) -> bool:
 def _take_optimizers(run, state) -> None:
     """The moments of the state. What the settings say of a group (rate, schedule, decay, arguments) rules over what the state says."""
     then = state.facts.get("config", {}).get("optimizer_args")
-    named = {"initial_lr", "schedule", "weight_decay", *arguments_of(then), *arguments_of(run.config.training.optimizer_args)}
+    named = {
+        "initial_lr",
+        "schedule",
+        "weight_decay",
+        *arguments_of(then),
+        *arguments_of(run.config.training.optimizer_args),
+    }
     for optimizer, saved in zip(run.optimizers, state.optimizers, strict=True):
         ours = [{name: group[name] for name in named & group.keys()} for group in optimizer.param_groups]
         optimizer.load_state_dict(shards.spread_state(saved, optimizer))
@@ -140,9 +149,10 @@ def _weights_only(run, path: Path) -> None:
             weight.copy_(found)
     if missing:
         raise Trouble(
-            "bad_value", f"{path.name} lacks {len(missing)} of the {len(run.weights)} weights that train, {missing[0]} for one.",
+            "bad_value",
+            f"{path.name} lacks {len(missing)} of the {len(run.weights)} weights that train, {missing[0]} for one.",
             hint="It belongs to another model, or trained other parts.",
-        )  # fmt: skip
+        )
     _begin_beside(run)
 
 

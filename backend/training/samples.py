@@ -51,7 +51,8 @@ def draw_latents(
     guiding = guidance > 1
     groups = [towards] if not guiding else [[*towards, *away]] if together else [towards, away]
     conditions = [
-        family.collate([changed(one, lambda value: value.to(device, dtype)) for one in group], device=device) for group in groups
+        family.collate([changed(one, lambda value: value.to(device, dtype)) for one in group], device=device)
+        for group in groups
     ]
 
     def denoise(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
@@ -84,7 +85,9 @@ class Computing:
 
 
 @torch.no_grad()
-def save_sample(family: ModuleType, parts: dict, latents: torch.Tensor, path: Path, settings: dict, *, tiled: bool = False) -> None:
+def save_sample(
+    family: ModuleType, parts: dict, latents: torch.Tensor, path: Path, settings: dict, *, tiled: bool = False
+) -> None:
     weights = next(parts["vae"].parameters())
     pixels = family.decode(parts, latents.to(weights.device, weights.dtype), tiled=tiled)
     save_png(to_picture(pixels[0]), path, settings)

@@ -29,7 +29,9 @@ def save(run: Run, name: str, *, step: int, epoch: int, wait: bool) -> None:
         with run.peaks.save():
             state, result = _state(run, step, states), _result(run)
             beside = not wait and fits_beside(nbytes(state.tensors(), elsewhere=True) * 2)
-            copied = attempt(lambda: _in_ram(state)) if beside else None  # no room after all: what is saved is waited for
+            copied = (
+                attempt(lambda: _in_ram(state)) if beside else None
+            )  # no room after all: what is saved is waited for
             beside, state = copied is not None, copied or state
     if run.first:
         run.writer.start(lambda kept: _write(run, name, result, state, epoch=epoch, kept=kept))
@@ -43,14 +45,19 @@ def save(run: Run, name: str, *, step: int, epoch: int, wait: bool) -> None:
 def _state(run: Run, step: int, states: list[dict]) -> State:
     """The state as it is now: tensors that train themselves, or what spread ones are put together to."""
     return State(
-        step=step, weights=shards.whole(run.weights), optimizers=shards.whole([one.state_dict() for one in run.optimizers]),
+        step=step,
+        weights=shards.whole(run.weights),
+        optimizers=shards.whole([one.state_dict() for one in run.optimizers]),
         mean=shards.whole(run.mean.values) if run.mean else None,
-        scaler=run.accelerator.scaler.state_dict() if run.accelerator.scaler else None, random=states,
-    )  # fmt: skip
+        scaler=run.accelerator.scaler.state_dict() if run.accelerator.scaler else None,
+        random=states,
+    )
 
 
 def _in_ram(state: State) -> State:
-    return dataclasses.replace(state, weights=in_ram(state.weights), optimizers=in_ram(state.optimizers), mean=in_ram(state.mean))
+    return dataclasses.replace(
+        state, weights=in_ram(state.weights), optimizers=in_ram(state.optimizers), mean=in_ram(state.mean)
+    )
 
 
 def _result(run: Run) -> dict:
@@ -83,9 +90,10 @@ def _check_numbers(state: State) -> None:
     for name, weight in state.weights.items():
         if not weight.detach().sum().isfinite():
             raise Trouble(
-                "not_finite", f"After step {state.step} the weights of {name} are no numbers; nothing of it is saved, and the run ends here.",
+                "not_finite",
+                f"After step {state.step} the weights of {name} are no numbers; nothing of it is saved, and the run ends here.",
                 hint="Lower the learning rate and go on from the last state.",
-            )  # fmt: skip
+            )
 
 
 def _with_room(run: Run, write: Callable[[], Path]) -> Path:

@@ -52,14 +52,25 @@ class Loader:
     parts: dict[str, torch.nn.Module] = field(default_factory=dict)
 
     def __call__(
-        self, names: Iterable[str], *, to_train: bool = False, before_rounding: Callable[[str, torch.nn.Module], None] | None = None
-    ) -> dict:  # fmt: skip
+        self,
+        names: Iterable[str],
+        *,
+        to_train: bool = False,
+        before_rounding: Callable[[str, torch.nn.Module], None] | None = None,
+    ) -> dict:
         missing = [name for name in names if name not in self.parts]
         self.parts |= load_parts(
-            self.base, missing, trained=self.trained if to_train else (), dtype=self.dtype, device=self.device,
-            kept=self.kept, quantised=self.quantised, before_rounding=before_rounding, split_bytes=self.split_bytes,
+            self.base,
+            missing,
+            trained=self.trained if to_train else (),
+            dtype=self.dtype,
+            device=self.device,
+            kept=self.kept,
+            quantised=self.quantised,
+            before_rounding=before_rounding,
+            split_bytes=self.split_bytes,
             through_ram=self.through_ram,
-        )  # fmt: skip
+        )
         return {**{name: self.parts[name] for name in names}, "tokenizer": self.tokenizer, "processor": self.processor}
 
     def drop_all_but(self, names: Iterable[str]) -> None:
@@ -68,7 +79,9 @@ class Loader:
         free_memory()
 
 
-def set_up(config, folder: Path, output: Path, accelerator, reporter: Reporter, *, index: Path, known: Dataset | None = None) -> Run:
+def set_up(
+    config, folder: Path, output: Path, accelerator, reporter: Reporter, *, index: Path, known: Dataset | None = None
+) -> Run:
     """Reads, loads, encodes and wraps; the run is then ready for its first step."""
     reporter.phase("loading")
     load = make_loader(config, accelerator)
@@ -92,13 +105,26 @@ def set_up(config, folder: Path, output: Path, accelerator, reporter: Reporter, 
     else:
         model, *optimizers = accelerator.prepare(learner, *optimizers, device_placement=placing)
     return Run(
-        config=config, folder=folder, output=output, accelerator=accelerator, reporter=reporter, base=load.base, source=source,
-        aside=split_off(source, config.samples.validation_split, seed=config.training.seed), learner=learner, model=model,
-        optimizers=optimizers, weights=weights, adapter=adapter,
-        mean=Mean(weights, config.training.ema_decay) if config.training.ema_decay else None, beside=beside,
-        vae=load(["vae"])["vae"] if config.samples.sample_prompts.strip() else None, trained=load.trained,
-        device=load.device, dtype=load.dtype,
-    )  # fmt: skip
+        config=config,
+        folder=folder,
+        output=output,
+        accelerator=accelerator,
+        reporter=reporter,
+        base=load.base,
+        source=source,
+        aside=split_off(source, config.samples.validation_split, seed=config.training.seed),
+        learner=learner,
+        model=model,
+        optimizers=optimizers,
+        weights=weights,
+        adapter=adapter,
+        mean=Mean(weights, config.training.ema_decay) if config.training.ema_decay else None,
+        beside=beside,
+        vae=load(["vae"])["vae"] if config.samples.sample_prompts.strip() else None,
+        trained=load.trained,
+        device=load.device,
+        dtype=load.dtype,
+    )
 
 
 def make_loader(config, accelerator) -> Loader:
@@ -113,14 +139,24 @@ def make_loader(config, accelerator) -> Loader:
     flowing = () if config.training.task.endswith(":data_process") else ("dit", *([part] if part else []))
     if flowing:  # the first of two stages trains nothing, and need not have what will
         _check_parts(base.spec.parts, (*trained, *([part] if part else [])), title=base.spec.title)
-    quantised = read_options(config.model.quant_options, base.entries, base.spec.parts, trained=trained, flowing=flowing)
+    quantised = read_options(
+        config.model.quant_options, base.entries, base.spec.parts, trained=trained, flowing=flowing
+    )
     kept = keeping(
-        config.model, config.memory, base.entries, base.spec.parts, trained=trained, device=device, dtype=dtype,
+        config.model,
+        config.memory,
+        base.entries,
+        base.spec.parts,
+        trained=trained,
+        device=device,
+        dtype=dtype,
         quantised=quantised,
-    )  # fmt: skip
+    )
     if config.lora.lora_algorithm == "dora" and part in (*kept, *quantised):
         raise Trouble(
-            "bad_value", f"DoRA needs the weights of {part} in full, not in FP8, quantised or offloaded.", hint="Use lora."
+            "bad_value",
+            f"DoRA needs the weights of {part} in full, not in FP8, quantised or offloaded.",
+            hint="Use lora.",
         )
     shards.check(config, kept=kept, quantised=quantised)
     split = config.memory.cpu_offload_split_threshold
@@ -128,16 +164,29 @@ def make_loader(config, accelerator) -> Loader:
     if is_editing(base):
         looks, digest = processor_of(processor_folder(config.model, base), base, pixels=config.dataset.edit_pixels)
     return Loader(
-        base=base, trained=trained, kept=kept, quantised=quantised, split_bytes=None if split is None else split * 2**20,
-        dtype=dtype, device=device,
+        base=base,
+        trained=trained,
+        kept=kept,
+        quantised=quantised,
+        split_bytes=None if split is None else split * 2**20,
+        dtype=dtype,
+        device=device,
         through_ram=config.model.initialize_model_on_cpu,
         tokenizer=base.family.load_tokenizer(tokenizer_folder(config.model, base)),
-        processor=looks, processor_digest=digest,
-    )  # fmt: skip
+        processor=looks,
+        processor_digest=digest,
+    )
 
 
 def make_source(
-    config, load: Loader, accelerator, reporter: Reporter, *, index: Path, known: Dataset | None = None, into: Path | None = None
+    config,
+    load: Loader,
+    accelerator,
+    reporter: Reporter,
+    *,
+    index: Path,
+    known: Dataset | None = None,
+    into: Path | None = None,
 ) -> Source:
     """What is trained on, encoded. `known`: the dataset as `early.look` has read it. `into`: encodings go to that folder, for a later run."""
     reporter.phase("caching")
@@ -152,7 +201,11 @@ def make_source(
             fill_told(source, load.base, load, wishes, unknown)
         return source
     edits = is_editing(load.base)
-    data = known if known is not None and edits == asks_edits(config.dataset) else read_data(config, index=index, edits=edits)
+    data = (
+        known
+        if known is not None and edits == asks_edits(config.dataset)
+        else read_data(config, index=index, edits=edits)
+    )
     for note in data.notes:
         reporter.note(note)
     check_steps((item.steps for item in data.items), config.training.batch_size)
@@ -161,7 +214,9 @@ def make_source(
 
 def make_learner(config, load: Loader, source: Source) -> tuple[Learner, Adapter | None]:
     """The module that trains, with its adapter; encoders that are no longer needed are dropped first."""
-    needed = ["dit"] if source.texts is not None else ["dit", "text_encoder", *(["vision"] if source.references else [])]
+    needed = (
+        ["dit"] if source.texts is not None else ["dit", "text_encoder", *(["vision"] if source.references else [])]
+    )
     merging = _preset_part(config.lora, needed)
     rounded = {merging} & set(load.quantised)  # a LoRA is merged into full weights, before they are rounded
     load.drop_all_but(set(needed) - set(load.trained) - rounded)
@@ -170,7 +225,9 @@ def make_learner(config, load: Loader, source: Source) -> tuple[Learner, Adapter
         if name == merging:
             _merge_preset(module, name, config.lora, load, hot=name in load.kept)
 
-    parts = {name: module for name, module in load(needed, to_train=True, before_rounding=merge).items() if name in needed}
+    parts = {
+        name: module for name, module in load(needed, to_train=True, before_rounding=merge).items() if name in needed
+    }
     plain_on_cpu(parts["dit"], tokens=max(map(source.pixels, range(len(source.items)))) // 256)
     if merging and not rounded:
         merge(merging, parts[merging])
@@ -218,10 +275,15 @@ def _check_parts(parts: Mapping[str, PartSpec], names: tuple[str, ...], *, title
 
 def _wishes(accelerator, reporter: Reporter, *, trains_text: bool, dtype: torch.dtype) -> Wishes:
     return Wishes(
-        trains_text=trains_text, dtype=dtype, rank=accelerator.process_index, processes=accelerator.num_processes,
-        wait=accelerator.wait_for_everyone, gather=lambda value: gather(accelerator, value),
-        progress=lambda done, total: reporter.event("phase", name="caching", done=done, total=total), note=reporter.note,
-    )  # fmt: skip
+        trains_text=trains_text,
+        dtype=dtype,
+        rank=accelerator.process_index,
+        processes=accelerator.num_processes,
+        wait=accelerator.wait_for_everyone,
+        gather=lambda value: gather(accelerator, value),
+        progress=lambda done, total: reporter.event("phase", name="caching", done=done, total=total),
+        note=reporter.note,
+    )
 
 
 def _make_trainable(learner: Learner, config, base: Base, trained: tuple[str, ...], part: str | None) -> Adapter | None:

@@ -36,7 +36,9 @@ def take_over() -> str:
         wanted = wanted if stage else {}
     elif _on("ACCELERATE_USE_FSDP"):
         if os.environ.get("FSDP_VERSION", "2") != "2":
-            raise Trouble("bad_value", "The launcher's configuration asks for FSDP 1.", hint="Set fsdp_version: 2 in it.")
+            raise Trouble(
+                "bad_value", "The launcher's configuration asks for FSDP 1.", hint="Set fsdp_version: 2 in it."
+            )
         wanted = {"again": _on("FSDP_RESHARD_AFTER_FORWARD"), "in_ram": _on("FSDP_OFFLOAD_PARAMS")}
         said = "Weights are spread over the processes by FSDP2."
     else:
@@ -60,7 +62,9 @@ def _zero() -> tuple[int, bool]:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise Trouble("bad_file", f"DeepSpeed's configuration {file} cannot be read: {error!r}.") from None
     devices = [os.environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_DEVICE", "none") for what in ("PARAM", "OPTIMIZER")]
-    return int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")), any(device in ("cpu", "nvme") for device in devices)
+    return int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")), any(
+        device in ("cpu", "nvme") for device in devices
+    )
 
 
 def check(config, *, kept, quantised) -> None:
@@ -71,18 +75,22 @@ def check(config, *, kept, quantised) -> None:
     if kept or quantised:
         name = sorted({*kept, *quantised})[0]
         raise Trouble(
-            "bad_value", f"The weights of {name} are spread over the processes; they cannot be in FP8, quantised or offloaded as well.",
+            "bad_value",
+            f"The weights of {name} are spread over the processes; they cannot be in FP8, quantised or offloaded as well.",
             hint="Leave out --fp8_models, --quant_options and offloading, or launch without that configuration.",
-        )  # fmt: skip
+        )
     if memory.enable_optimizer_cpu_offload:
         raise Trouble(
-            "bad_value", "Where weights are spread, the optimizer's place is said in the launcher's configuration, not by --enable_optimizer_cpu_offload.",
+            "bad_value",
+            "Where weights are spread, the optimizer's place is said in the launcher's configuration, not by --enable_optimizer_cpu_offload.",
             hint="Use the configuration's own offload.",
-        )  # fmt: skip
+        )
     if training.mixed_precision == "fp16":
         raise Trouble("bad_value", "Mixed precision fp16 does not train where weights are spread.", hint="Use bf16.")
     if training.customized_optimizer.strip().lower() == "muon":
-        raise Trouble("bad_value", "Muon needs whole matrices, and they are spread over the processes.", hint="Use adamw.")
+        raise Trouble(
+            "bad_value", "Muon needs whole matrices, and they are spread over the processes.", hint="Use adamw."
+        )
 
 
 def spread(learner: nn.Module, accelerator) -> None:
@@ -104,7 +112,9 @@ def spread(learner: nn.Module, accelerator) -> None:
         for block in [module for module in part.modules() if type(module).__name__ in classes]:
             fully_shard(block, **options)
         fully_shard(part, **options)
-    learner.no_sync = lambda: _without_sync(learner)  # asked for by accelerate where gradients are summed over several turns
+    learner.no_sync = lambda: _without_sync(
+        learner
+    )  # asked for by accelerate where gradients are summed over several turns
 
 
 def _on(name: str) -> bool:
@@ -151,11 +161,13 @@ def spread_state(saved: dict, optimizer: torch.optim.Optimizer) -> dict:
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     state = {
         index: {
-            name: spread_like(value, weights[index]) if torch.is_tensor(value) and value.shape == weights[index].shape else value
+            name: spread_like(value, weights[index])
+            if torch.is_tensor(value) and value.shape == weights[index].shape
+            else value
             for name, value in values.items()
         }
         for index, values in saved["state"].items()
-    }  # fmt: skip
+    }
     return {**saved, "state": state}
 
 

@@ -98,14 +98,25 @@ class Source:
         return Material(
             latents=torch.stack(latents),
             prompts=tuple(prompts),
-            encodings=None if self.texts is None else [self.text(*told) for told in zip(prompts, references, strict=True)],
+            encodings=None
+            if self.texts is None
+            else [self.text(*told) for told in zip(prompts, references, strict=True)],
             references=[self.latents_of(keys) for keys in references] if any(references) else None,
-            pictures=[self.pictures_of(keys) for keys in references] if self.texts is None and any(references) else None,
-            draws=draws or draw(latents[0].shape, batch.places, config.loss, seed=seed,
-                       schedule=self.schedule(size) if needs_schedule else None),
+            pictures=[self.pictures_of(keys) for keys in references]
+            if self.texts is None and any(references)
+            else None,
+            draws=draws
+            or draw(
+                latents[0].shape,
+                batch.places,
+                config.loss,
+                seed=seed,
+                schedule=self.schedule(size) if needs_schedule else None,
+            ),
             weights=torch.tensor([scale * self._counts(number) for number in batch.items]),
-            mask=torch.stack(masks) if masks else None, levels=levels,
-        )  # fmt: skip
+            mask=torch.stack(masks) if masks else None,
+            levels=levels,
+        )
 
     def _start(self, batch: Batch, shape) -> Draws:
         """Where a student begins: the very noise from which its teacher drew the picture, if the dataset tells its seed."""

@@ -27,10 +27,25 @@ def write(folder: Path, source: Source, base: Base) -> None:
         edits = {_name(view): some for view, some in source.references.items() if view.item == number}
         more = {"references": edits, "reference_sizes": source.reference_sizes[number]} if edits else {}
         items.append(
-            {"latents": keys, **more, "captions": item.captions, "size": source.sizes[number], "digest": item.digest,
-             "weight": item.weight, "prior": item.prior, "seed": item.seed, "steps": item.steps}
-        )  # fmt: skip
-    table = {"format": 1, "family": base.spec.family, "variant": base.spec.variant, "items": items, "texts": source.texts}
+            {
+                "latents": keys,
+                **more,
+                "captions": item.captions,
+                "size": source.sizes[number],
+                "digest": item.digest,
+                "weight": item.weight,
+                "prior": item.prior,
+                "seed": item.seed,
+                "steps": item.steps,
+            }
+        )
+    table = {
+        "format": 1,
+        "family": base.spec.family,
+        "variant": base.spec.variant,
+        "items": items,
+        "texts": source.texts,
+    }
     write_text(folder / TABLE, json.dumps(table, ensure_ascii=False))
 
 
@@ -49,9 +64,10 @@ def read(folder: Path, base: Base, config) -> Source:
         table = json.loads((folder / TABLE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise Trouble(
-            "missing_file", f"The folder {folder} holds no encodings ({TABLE}).",
+            "missing_file",
+            f"The folder {folder} holds no encodings ({TABLE}).",
             hint="Make them first: the same command with --task sft:data_process and this folder as --output_path.",
-        ) from None  # fmt: skip
+        ) from None
     except ValueError as error:
         raise Trouble("damaged", f"{folder / TABLE} cannot be read: {error}.") from None
     if table["family"] != base.spec.family:
@@ -59,38 +75,61 @@ def read(folder: Path, base: Base, config) -> Source:
             "bad_value", f"The encodings in {folder} are of {table['family']}, the model is {base.spec.family}."
         )
     if is_editing(base) != any(row.get("references") for row in table["items"]):
-        how = "without pictures to edit, which it needs" if is_editing(base) else "with pictures to edit, which it does not take"
+        how = (
+            "without pictures to edit, which it needs"
+            if is_editing(base)
+            else "with pictures to edit, which it does not take"
+        )
         raise Trouble("bad_value", f"The encodings in {folder} were made {how}: {base.spec.title}.")
     if is_editing(base) and "edit" in (made_for := {table["variant"], base.spec.variant}) and len(made_for) > 1:
         raise Trouble(
-            "bad_value", f"The encodings in {folder} are of the variant {table['variant']}, which sees pictures otherwise than {base.spec.title}.",
+            "bad_value",
+            f"The encodings in {folder} are of the variant {table['variant']}, which sees pictures otherwise than {base.spec.title}.",
             hint="Make them again with the model that is to train.",
-        )  # fmt: skip
+        )
     if config.dataset.masked_loss != "none":
         raise Trouble(
-            "bad_value", "Masks (--masked_loss) are read from the pictures, which a second stage does not have.",
+            "bad_value",
+            "Masks (--masked_loss) are read from the pictures, which a second stage does not have.",
             hint="Use --task sft, which keeps encodings too.",
-        )  # fmt: skip
+        )
     items, sizes, latents, references, reference_sizes = [], [], {}, {}, []
     for number, row in enumerate(table["items"]):
         sizes.append((row["size"][0], row["size"][1]))
         items.append(
-            Item(path=folder, captions=tuple(row["captions"]), width=row["size"][1], height=row["size"][0],
-                 digest=row["digest"], weight=row["weight"], prior=row["prior"], seed=row["seed"],
-                 steps=row.get("steps"))
-        )  # fmt: skip
+            Item(
+                path=folder,
+                captions=tuple(row["captions"]),
+                width=row["size"][1],
+                height=row["size"][0],
+                digest=row["digest"],
+                weight=row["weight"],
+                prior=row["prior"],
+                seed=row["seed"],
+                steps=row.get("steps"),
+            )
+        )
         latents |= {_view(number, name): key for name, key in row["latents"].items()}
         references |= {_view(number, name): tuple(keys) for name, keys in row.get("references", {}).items()}
         reference_sizes.append(tuple((height, width) for height, width in row.get("reference_sizes", ())))
     if references and table["texts"] is None:
         raise Trouble(
-            "bad_value", "What is told of pictures to edit (a text encoder that trains, --caption_shuffle) is read from those pictures, which a "
-            "second stage does not have.", hint="Use --task sft, which keeps encodings too.",
-        )  # fmt: skip
+            "bad_value",
+            "What is told of pictures to edit (a text encoder that trains, --caption_shuffle) is read from those pictures, which a "
+            "second stage does not have.",
+            hint="Use --task sft, which keeps encodings too.",
+        )
     if config.dataset.flip and not any(view.flip for view in latents):
         raise Trouble("bad_value", "Flip is on, but the encodings were made without it.", hint="Make them with --flip.")
     return Source(
-        items=items, sizes=sizes, latents=latents, texts=table["texts"], latent_store=Store(folder / "latents"),
-        text_store=Store(folder / "texts"), config=config, schedule=schedules(base), references=references,
+        items=items,
+        sizes=sizes,
+        latents=latents,
+        texts=table["texts"],
+        latent_store=Store(folder / "latents"),
+        text_store=Store(folder / "texts"),
+        config=config,
+        schedule=schedules(base),
+        references=references,
         reference_sizes=reference_sizes,
-    )  # fmt: skip
+    )

@@ -33,7 +33,16 @@ class Site:
         self.start()
 
     def start(self) -> None:
-        argv = [sys.executable, "-m", "studio.app", "--port", str(self.port), "--data", str(self.places.root), *self.flags]
+        argv = [
+            sys.executable,
+            "-m",
+            "studio.app",
+            "--port",
+            str(self.port),
+            "--data",
+            str(self.places.root),
+            *self.flags,
+        ]
         self.places.root.mkdir(parents=True, exist_ok=True)
         with (self.places.root / "studio.log").open("ab") as log:
             self.process = subprocess.Popen(argv, cwd=PROJECT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -82,7 +91,11 @@ def browser(chromium: str) -> Iterator:
 
     with sync_playwright() as playwright:
         # The page's own server is all that it may ask, so nothing is resolved.
-        flags = ["--no-sandbox", "--disable-background-networking", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+        flags = [
+            "--no-sandbox",
+            "--disable-background-networking",
+            "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+        ]
         found = playwright.chromium.launch(executable_path=chromium, args=flags)
         yield found
         found.close()

@@ -39,8 +39,13 @@ SDXL = {
 }
 SD15 = {
     f"down_blocks.{level}.attentions.{n}.transformer_blocks.0.attn2.to_k": (320 * 2**level, 768)
-    for level in range(3) for n in range(2)
-} | {f"up_blocks.{level}.attentions.{n}.transformer_blocks.0.attn2.to_k": (320 * 2 ** (3 - level), 768) for level in (1, 2, 3) for n in range(3)}  # fmt: skip
+    for level in range(3)
+    for n in range(2)
+} | {
+    f"up_blocks.{level}.attentions.{n}.transformer_blocks.0.attn2.to_k": (320 * 2 ** (3 - level), 768)
+    for level in (1, 2, 3)
+    for n in range(3)
+}
 SD3 = {f"joint_blocks.{n}.x_block.attn.qkv": (4608, 1536) for n in range(24)}
 SHARED = {f"transformer_blocks.{n}.attn.to_q": (3072, 3072) for n in range(18)}
 
@@ -72,7 +77,9 @@ def make_library(folder: Path, count: int) -> None:
             said["modelspec.thumbnail" if number % 2 else "thumbnail"] = _picture(random, number)
         if number % 4 != 3:
             word = name.replace("-", "")[:5] + "x"
-            said |= {"trigger": word} if "software" in said else {"ss_tag_frequency": json.dumps({f"1_{word}": {word: 12}})}
+            said |= (
+                {"trigger": word} if "software" in said else {"ss_tag_frequency": json.dumps({f"1_{word}": {word: 12}})}
+            )
         path = folder / kind / f"{name}-{kind}-{number:03d}.safetensors"
         _write(path, _tensors(random, modules, prefix, flat, suffixes, rank=2 + 2 * (number % 3)), said)
         age = number * 26_000
@@ -86,7 +93,9 @@ def make_library(folder: Path, count: int) -> None:
 def _picture(random, number: int) -> str:
     tone = [int(value) for value in random.integers(40, 230, 6)]
     picture = Image.linear_gradient("L").resize((192, 192)).rotate(90 * (number % 4))
-    picture = Image.composite(Image.new("RGB", (192, 192), tuple(tone[:3])), Image.new("RGB", (192, 192), tuple(tone[3:])), picture)
+    picture = Image.composite(
+        Image.new("RGB", (192, 192), tuple(tone[:3])), Image.new("RGB", (192, 192), tuple(tone[3:])), picture
+    )
     pen = ImageDraw.Draw(picture)
     for _ in range(4):
         x, y, r = (int(value) for value in random.integers(10, 150, 3))
@@ -109,11 +118,18 @@ def _tensors(random, modules: dict, prefix: str, flat: bool, suffixes: str, *, r
         size = 0.01 * (1.2 + numpy.sin(place / 4))
         if suffixes == "lokr":
             left, right = some(64, 64, size=size), some(rows // 64, columns // 64)
-            found |= {f"{stem}.lokr_w1": left, f"{stem}.lokr_w2": right, f"{stem}.alpha": ("F32", numpy.array(1.0, "<f4"))}
+            found |= {
+                f"{stem}.lokr_w1": left,
+                f"{stem}.lokr_w2": right,
+                f"{stem}.alpha": ("F32", numpy.array(1.0, "<f4")),
+            }
             continue
         if suffixes == "loha":
             for half in ("w1", "w2"):
-                found |= {f"{stem}.hada_{half}_a": some(rows, rank, size=10 * size), f"{stem}.hada_{half}_b": some(rank, columns)}
+                found |= {
+                    f"{stem}.hada_{half}_a": some(rows, rank, size=10 * size),
+                    f"{stem}.hada_{half}_b": some(rank, columns),
+                }
             continue
         down, up = ("lora_down", "lora_up") if suffixes == "kohya" else ("lora_A", "lora_B")
         found |= {f"{stem}.{down}.weight": some(rank, columns), f"{stem}.{up}.weight": some(rows, rank, size=size)}

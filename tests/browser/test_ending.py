@@ -17,8 +17,11 @@ from tests.browser.conftest import wait_until
 from tests.launch_test import WINDOWS, Launched
 
 pytestmark = [
-    pytest.mark.browser, pytest.mark.torch, pytest.mark.slow, pytest.mark.skipif(WINDOWS, reason="POSIX signals"),
-]  # fmt: skip
+    pytest.mark.browser,
+    pytest.mark.torch,
+    pytest.mark.slow,
+    pytest.mark.skipif(WINDOWS, reason="POSIX signals"),
+]
 SLOW_SECONDS = 240
 
 
@@ -56,7 +59,13 @@ def test_a_worker_that_has_drawn_and_a_run_that_trains_end_with_the_launcher(lau
     for name, colour in (("one", "red"), ("two", "blue")):
         Image.new("RGB", (64, 64), colour).save(pictures / f"{name}.png")
         (pictures / f"{name}.txt").write_text(f"a {colour} square")
-    least = {"dataset_base_path": str(pictures), "max_pixels": 4096, "mixed_precision": "no", "lora_rank": 2, "max_steps": 100000}
+    least = {
+        "dataset_base_path": str(pictures),
+        "max_pixels": 4096,
+        "mixed_precision": "no",
+        "lora_rank": 2,
+        "max_steps": 100000,
+    }
     studio = launch()
     page = open_page(Opened(studio.address()))
     page.fill("#set-prompt textarea", "a red apple")
@@ -65,7 +74,9 @@ def test_a_worker_that_has_drawn_and_a_run_that_trains_end_with_the_launcher(lau
     known = wait_until(lambda: processes.from_file(places.user / "worker.json"), SLOW_SECONDS, "the worker")
     folder = runs.create(from_values(TrainingConfig, least), places)
     runs.start(folder, places=places)  # without its engine: the worker stays, as a page that lost its run would have it
-    page.wait_for_selector("#stage img[alt='a red apple']", timeout=SLOW_SECONDS * 1000)  # both have loaded side by side
+    page.wait_for_selector(
+        "#stage img[alt='a red apple']", timeout=SLOW_SECONDS * 1000
+    )  # both have loaded side by side
     worker = known[0]
     before = wait_until(lambda: runs.read(folder).step > 1 and runs.read(folder), SLOW_SECONDS, "a second step")
     assert processes.alive(worker) and processes.alive(before.process)

@@ -117,10 +117,19 @@ def test_a_killed_worker_is_told_in_a_sentence_and_the_next_picture_is_made(site
 
 def test_a_dropped_picture_fills_the_form_and_names_what_is_missing(site, page, tmp_path):
     request = {
-        "model": "nobody/nothing", "prompt": "a dropped picture", "negative_prompt": "", "width": 160, "height": 96,
-        "num_inference_steps": 7, "guidance": 2.0, "seed": "99", "count": 4, "input_image": None,
-        "denoising_strength": 0.5, "loras": [{"path": "/gone/cat.safetensors", "strength": 0.4}],
-    }  # fmt: skip
+        "model": "nobody/nothing",
+        "prompt": "a dropped picture",
+        "negative_prompt": "",
+        "width": 160,
+        "height": 96,
+        "num_inference_steps": 7,
+        "guidance": 2.0,
+        "seed": "99",
+        "count": 4,
+        "input_image": None,
+        "denoising_strength": 0.5,
+        "loras": [{"path": "/gone/cat.safetensors", "strength": 0.4}],
+    }
     chunk = PngImagePlugin.PngInfo()
     receipt = [{"name": "cat", "path": "/gone/cat.safetensors", "hash": "ab" * 32}]
     chunk.add_itxt("loft", json.dumps({"request": request, "seed": "101", "loras": receipt}))
@@ -170,13 +179,21 @@ def test_a_picture_made_here_brings_its_settings_back_when_it_is_dropped(site, p
     (made,) = wait_until(lambda: set(pictures(site)) - before)
     page.wait_for_selector("#stage img[alt='a lighthouse']")
     seed = int(json.loads(Image.open(made).info["loft"])["seed"])
-    for field, other in (("prompt textarea", "else"), ("negative_prompt textarea", ""), ("guidance input[type=number]", "4"), ("seed input", "7")):
+    for field, other in (
+        ("prompt textarea", "else"),
+        ("negative_prompt textarea", ""),
+        ("guidance input[type=number]", "4"),
+        ("seed input", "7"),
+    ):
         page.fill(f"#set-{field}", other)
     open_settings(page)
     drop(page, "#drop-png button", made)
     page.wait_for_selector(f"#said .notice.good >> text={made.name}")
     page.wait_for_function("document.querySelector('#set-prompt textarea').value === 'a lighthouse'")
-    shown = [page.input_value(f"#set-{name}") for name in ("negative_prompt textarea", "guidance input[type=number]", "seed input")]
+    shown = [
+        page.input_value(f"#set-{name}")
+        for name in ("negative_prompt textarea", "guidance input[type=number]", "seed input")
+    ]
     assert shown == ["fog and rain", "2.5", str(seed)]
     assert page.input_value("#set-num_inference_steps input[type=number]") == "5"
     wait_until(lambda: kept(site).get("negative_prompt") == "fog and rain" and kept(site).get("seed") == seed)
@@ -189,7 +206,9 @@ def kept(site: Site) -> dict:
 
 def test_what_is_typed_while_an_answer_is_on_its_way_stays(site, page, tmp_path):
     chunk = PngImagePlugin.PngInfo()
-    chunk.add_itxt("loft", json.dumps({"request": {"model": "loft/starter", "prompt": "late", "width": 192}, "seed": "5"}))
+    chunk.add_itxt(
+        "loft", json.dumps({"request": {"model": "loft/starter", "prompt": "late", "width": 192}, "seed": "5"})
+    )
     Image.new("RGB", (8, 8)).save(tmp_path / "late.png", pnginfo=chunk)
     page.fill("#set-width input", "128")
     held = Held(page, "late.png")

@@ -38,14 +38,19 @@ def test_a_lora_from_its_card_to_the_trash(painted, open_page):
     page.locator("#tool-layout label", has_text="kohya").click()
     page.locator("#tool-out textarea, #tool-out input").first.fill("walnut-kohya")
     page.locator("#tool-run").click()
-    wait_until(lambda: page.wait_for_timeout(200) or (folder / "walnut-kohya.safetensors").exists(), what="the converted file")
+    wait_until(
+        lambda: page.wait_for_timeout(200) or (folder / "walnut-kohya.safetensors").exists(), what="the converted file"
+    )
     page.wait_for_selector("#tool-state .notice.good >> text=modules written and read back")
     page.wait_for_selector("#lora-cards button.card >> text=walnut-kohya")  # the list is read again by itself
 
     page.locator("#lora-use").click()
     page.wait_for_selector("#lora-file-0 input >> visible=true")
     assert "walnut" in page.input_value("#lora-file-0 input")
-    wait_until(lambda: page.wait_for_timeout(100) or "zorkish" in page.input_value("#set-prompt textarea"), what="the trigger word")
+    wait_until(
+        lambda: page.wait_for_timeout(100) or "zorkish" in page.input_value("#set-prompt textarea"),
+        what="the trigger word",
+    )
 
     tab(page, "LoRAs and models")
     held = Held(page, str(captions.shipped()[0]))
@@ -58,7 +63,12 @@ def test_a_lora_from_its_card_to_the_trash(painted, open_page):
     page.wait_for_function("document.querySelector('#set-learning_rate input').value === '0.00075'")
     assert page.input_value("#set-name :is(input, textarea)") == "typed meanwhile"
     kept = session.training_file(painted.places)
-    wait_until(lambda: session.read_values(kept) == session.read_values(kept) | {"name": "typed meanwhile", "learning_rate": 0.00075, "lora_rank": 2})
+    wait_until(
+        lambda: (
+            session.read_values(kept)
+            == session.read_values(kept) | {"name": "typed meanwhile", "learning_rate": 0.00075, "lora_rank": 2}
+        )
+    )
     tab(page, "LoRAs and models")
     page.locator("#lora-discard").click()
     page.wait_for_selector("#lora-said .notice >> text=trash")

@@ -34,7 +34,9 @@ def test_the_plan_follows_each_keystroke(painted, kept_page):
     sides = [256 + 64 * number for number in range(1, 13)]
     took = [page.evaluate(TYPED, ["#set-width input", str(side)]) for side in sides]
     load, cores = os.getloadavg()[0], os.cpu_count()
-    print(f"\nfrom a keystroke to the changed headline, ms: median {statistics.median(took):.0f}, most {max(took):.0f}; load {load:.1f} on {cores} cores")
+    print(
+        f"\nfrom a keystroke to the changed headline, ms: median {statistics.median(took):.0f}, most {max(took):.0f}; load {load:.1f} on {cores} cores"
+    )
     assert min(took) > 0, took
     assert statistics.median(took) < 1000  # whatever else the machine does
     if load < cores:

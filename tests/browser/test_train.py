@@ -137,7 +137,9 @@ def test_what_is_typed_while_a_set_answers_stays(site, page):
     put(page, "name", "my own name")
     put(page, "lora_rank", 3)
     held.let_go()
-    page.wait_for_function("document.querySelector('#set-trigger_word input, #set-trigger_word textarea').value === 'neon style'")
+    page.wait_for_function(
+        "document.querySelector('#set-trigger_word input, #set-trigger_word textarea').value === 'neon style'"
+    )
     keeps(site, dataset_base_path=str(style), name="my own name", lora_rank=3, trigger_word="neon style")
     assert page.input_value("#set-name :is(input, textarea)") == "my own name"
 
@@ -236,7 +238,10 @@ def test_a_picture_starts_from_another_and_its_strength_is_heard(site, open_page
             page.wait_for_selector("#start-picture img")
     page.wait_for_selector("#receipt >> text=strength 1")
     assert json.loads(Image.open(made["near"]).info["loft"])["request"]["denoising_strength"] == 0.1
-    near, far = (ImageChops.difference(*(Image.open(made[n]).convert("RGB") for n in ("start", name))) for name in ("near", "far"))
+    near, far = (
+        ImageChops.difference(*(Image.open(made[n]).convert("RGB") for n in ("start", name)))
+        for name in ("near", "far")
+    )
     assert sum(ImageStat.Stat(near).mean) * 2 < sum(ImageStat.Stat(far).mean)
 
 
@@ -250,7 +255,9 @@ def test_a_run_outlives_the_studio_and_can_be_stopped_resumed_and_ended(site, op
     assert before.live
     page.evaluate("window.same = true")
     site.start()
-    page.wait_for_function("window.same === undefined && document.querySelector('#run-head h2')?.textContent === 'long'")
+    page.wait_for_function(
+        "window.same === undefined && document.querySelector('#run-head h2')?.textContent === 'long'"
+    )
     beyond(site, "long", before.step)
     page.click("#run-stop")
     reaches(page, "stopped")

@@ -29,10 +29,58 @@ from tests.catalog.test_header import gguf
 
 SLOWEST_SECONDS = 1.0
 MOST_GROWTH = 64 * 2**20  # bytes, after the first tenth of the time
-NUMBERS = (-1, 0, 1, 2, 7, 8, 255, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64, 2**80, 1.5, True, None, "8", [], {})
-KEYS = ("dtype", "shape", "data_offsets", "__metadata__", "a.lora_A.weight", "a.lora_B.weight", "a.alpha", "\ud800", "x" * 5000, "")
-STEMS = ("transformer_blocks.0.attn.to_q", "lora_unet_double_blocks_0_img_attn_qkv", "unet.input_blocks.4.1.transformer_blocks.0.attn2.to_k")
-ENDS = ("lora_A.weight", "lora_B.weight", "lora_down.weight", "lora_up.weight", "alpha", "hada_w1_a", "lokr_w1", "diff", "dora_scale", "x")
+NUMBERS = (
+    -1,
+    0,
+    1,
+    2,
+    7,
+    8,
+    255,
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**53,
+    2**63 - 1,
+    2**63,
+    2**64,
+    2**80,
+    1.5,
+    True,
+    None,
+    "8",
+    [],
+    {},
+)
+KEYS = (
+    "dtype",
+    "shape",
+    "data_offsets",
+    "__metadata__",
+    "a.lora_A.weight",
+    "a.lora_B.weight",
+    "a.alpha",
+    "\ud800",
+    "x" * 5000,
+    "",
+)
+STEMS = (
+    "transformer_blocks.0.attn.to_q",
+    "lora_unet_double_blocks_0_img_attn_qkv",
+    "unet.input_blocks.4.1.transformer_blocks.0.attn2.to_k",
+)
+ENDS = (
+    "lora_A.weight",
+    "lora_B.weight",
+    "lora_down.weight",
+    "lora_up.weight",
+    "alpha",
+    "hada_w1_a",
+    "lokr_w1",
+    "diff",
+    "dora_scale",
+    "x",
+)
 
 
 def honest(chance: random.Random) -> dict:
@@ -40,14 +88,27 @@ def honest(chance: random.Random) -> dict:
     tensors = {}
     for _ in range(chance.randint(0, 12)):
         shape = tuple(chance.choice((1, 2, 4, 8, 3072)) for _ in range(chance.randint(0, 4)))
-        tensors[f"{chance.choice(STEMS)}.{chance.choice(ENDS)}"] = (chance.choice(("F32", "BF16", "F8_E4M3", "F16")), shape)
-    words = {chance.choice(("ss_tag_frequency", "lora_adapter_metadata", "alpha", "software", "trigger")): nested(chance)}
+        tensors[f"{chance.choice(STEMS)}.{chance.choice(ENDS)}"] = (
+            chance.choice(("F32", "BF16", "F8_E4M3", "F16")),
+            shape,
+        )
+    words = {
+        chance.choice(("ss_tag_frequency", "lora_adapter_metadata", "alpha", "software", "trigger")): nested(chance)
+    }
     return header_of(tensors, words if chance.random() < 0.6 else None)
 
 
 def nested(chance: random.Random) -> str:
     deep = chance.choice((0, 3, 50, 5000))
-    return chance.choice(('{"a": ' * deep + "1" + "}" * deep, "[" * deep, "{" + "x" * deep, json.dumps({"a": {"b": deep}}), "\x00" * deep))
+    return chance.choice(
+        (
+            '{"a": ' * deep + "1" + "}" * deep,
+            "[" * deep,
+            "{" + "x" * deep,
+            json.dumps({"a": {"b": deep}}),
+            "\x00" * deep,
+        )
+    )
 
 
 def bent(chance: random.Random, value: object, depth: int = 0) -> object:
@@ -74,7 +135,9 @@ def safetensors(chance: random.Random) -> bytes:
     for _ in range(chance.choice((0, 0, 1, 1, 2, 5))):
         header = bent(chance, header)
     text = json.dumps(header).encode("utf-8", "surrogatepass")
-    spans = [entry["data_offsets"][1] for entry in header.values() if _has_end(entry)] if isinstance(header, dict) else []
+    spans = (
+        [entry["data_offsets"][1] for entry in header.values() if _has_end(entry)] if isinstance(header, dict) else []
+    )
     held = min(max(spans, default=0), 4096)
     length = len(text) + chance.choice((0, 0, 0, 0, 1, -1, 10**6, 2**40, 2**63))
     return struct.pack("<Q", max(0, length) % 2**64) + text + bytes(max(0, held + chance.choice((0, 0, 0, 1, -1))))
@@ -94,7 +157,14 @@ def pickled(chance: random.Random) -> bytes:
 
 
 def ggml(chance: random.Random) -> bytes:
-    tensors = [("img_in.weight", (chance.choice((0, 4, 256, 2**40)), 64), chance.choice((0, 1, 12, 99)), chance.choice((0, 32, 2**50)))]
+    tensors = [
+        (
+            "img_in.weight",
+            (chance.choice((0, 4, 256, 2**40)), 64),
+            chance.choice((0, 1, 12, 99)),
+            chance.choice((0, 32, 2**50)),
+        )
+    ]
     return gguf(tensors, {"general.architecture": "flux" * chance.choice((1, 100))}, chance.choice((0, 1024, 65536)))
 
 
@@ -148,7 +218,9 @@ def run(seconds: float, seed: int) -> int:
                 settled = process.memory_info().rss
     grown = process.memory_info().rss - (settled or process.memory_info().rss)
     print(f"{number} files in {seconds:.0f} s: {dict(counts.most_common())}")
-    print(f"slowest {slowest * 1000:.0f} ms of processor time; memory grew by {grown / 2**20:.1f} MiB after the first tenth")
+    print(
+        f"slowest {slowest * 1000:.0f} ms of processor time; memory grew by {grown / 2**20:.1f} MiB after the first tenth"
+    )
     return int(slowest > SLOWEST_SECONDS or grown > MOST_GROWTH)
 
 

@@ -318,7 +318,11 @@ def test_models_are_found_by_id_and_path(data, tmp_path):
     assert download.find_model(str(tmp_path)) == tmp_path
     (tmp_path / "more" / "own" / "model").mkdir(parents=True)
     assert download.find_model("own/model", folders=[tmp_path / "more"]) == tmp_path / "more" / "own" / "model"
-    for name in ("my-model", "deep/er/model", "own/model 2"):  # as the page names a folder that somebody put among the models
+    for name in (
+        "my-model",
+        "deep/er/model",
+        "own/model 2",
+    ):  # as the page names a folder that somebody put among the models
         (data.models / name).mkdir(parents=True)
         assert download.find_model(name) == data.models / name
     for name in ("own/model", "", " ", "no such thing", "../x"):

@@ -11,7 +11,9 @@ import pytest
 from backend.catalog import dxgi
 
 GIB = 2**30
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="calls there have another convention; the system itself is asked")
+pytestmark = pytest.mark.skipif(
+    sys.platform == "win32", reason="calls there have another convention; the system itself is asked"
+)
 
 
 class Thing:
@@ -41,7 +43,14 @@ def adapter(name: str, budget: int, *, flags: int = 0, old: bool = False) -> tup
         out.contents.budget = budget
         return 0
 
-    newer = Thing(**{str(dxgi.QUERY_VIDEO_MEMORY_INFO): (CFUNCTYPE(c_long, c_void_p, c_uint32, c_uint32, POINTER(dxgi.MemoryInfo)), ask)})
+    newer = Thing(
+        **{
+            str(dxgi.QUERY_VIDEO_MEMORY_INFO): (
+                CFUNCTYPE(c_long, c_void_p, c_uint32, c_uint32, POINTER(dxgi.MemoryInfo)),
+                ask,
+            )
+        }
+    )
 
     def query(this, wanted, out):
         assert bytes(cast(wanted, POINTER(ctypes.c_ubyte * 16)).contents) == dxgi.ADAPTER3.bytes_le
@@ -50,18 +59,22 @@ def adapter(name: str, budget: int, *, flags: int = 0, old: bool = False) -> tup
         out[0] = newer.address
         return 0
 
-    found = Thing(**{
-        str(dxgi.GET_DESC1): (CFUNCTYPE(c_long, c_void_p, POINTER(dxgi.Description)), describe),
-        str(dxgi.QUERY_INTERFACE): (CFUNCTYPE(c_long, c_void_p, c_void_p, POINTER(c_void_p)), query),
-    })  # fmt: skip
+    found = Thing(
+        **{
+            str(dxgi.GET_DESC1): (CFUNCTYPE(c_long, c_void_p, POINTER(dxgi.Description)), describe),
+            str(dxgi.QUERY_INTERFACE): (CFUNCTYPE(c_long, c_void_p, c_void_p, POINTER(c_void_p)), query),
+        }
+    )
     return found, [found] if old or flags else [found, newer]
 
 
 def test_every_card_s_budget_is_read_and_everything_given_back():
     made = [
-        adapter("NVIDIA GeForce RTX 3070", 7 * GIB), adapter("Basic Render Driver", GIB, flags=dxgi.SOFTWARE), adapter("Old", GIB, old=True),
+        adapter("NVIDIA GeForce RTX 3070", 7 * GIB),
+        adapter("Basic Render Driver", GIB, flags=dxgi.SOFTWARE),
+        adapter("Old", GIB, old=True),
         adapter("NVIDIA GeForce RTX 3070", 6 * GIB),
-    ]  # fmt: skip
+    ]
 
     def enumerate_adapters(this, index, out):
         if index >= len(made):
@@ -69,7 +82,9 @@ def test_every_card_s_budget_is_read_and_everything_given_back():
         out[0] = made[index][0].address
         return 0
 
-    factory = Thing(**{str(dxgi.ENUM_ADAPTERS1): (CFUNCTYPE(c_long, c_void_p, c_uint32, POINTER(c_void_p)), enumerate_adapters)})
+    factory = Thing(
+        **{str(dxgi.ENUM_ADAPTERS1): (CFUNCTYPE(c_long, c_void_p, c_uint32, POINTER(c_void_p)), enumerate_adapters)}
+    )
 
     def create(wanted, out):
         cast(out, POINTER(c_void_p))[0] = factory.address

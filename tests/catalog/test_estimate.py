@@ -26,11 +26,22 @@ GIB = 2**30
 FIXED = Fixed()
 
 
-@pytest.mark.parametrize(("model", "part", "gib"), [
-    ("Qwen-Image", "dit", 38.06), ("Qwen-Image", "vae", 0.236), ("FLUX.1-dev", "dit", 22.17), ("FLUX.1-dev", "text_encoder", 0.23),
-    ("FLUX.1-dev", "text_encoder_2", 8.87), ("FLUX.1-dev", "vae", 0.156), ("Z-Image", "dit", 11.46), ("Z-Image", "text_encoder", 7.49),
-    ("Wan2.2-T2V-A14B", "dit", 26.67), ("Wan2.2-T2V-A14B", "dit2", 26.67), ("Wan2.2-T2V-A14B", "text_encoder", 10.58),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "part", "gib"),
+    [
+        ("Qwen-Image", "dit", 38.06),
+        ("Qwen-Image", "vae", 0.236),
+        ("FLUX.1-dev", "dit", 22.17),
+        ("FLUX.1-dev", "text_encoder", 0.23),
+        ("FLUX.1-dev", "text_encoder_2", 8.87),
+        ("FLUX.1-dev", "vae", 0.156),
+        ("Z-Image", "dit", 11.46),
+        ("Z-Image", "text_encoder", 7.49),
+        ("Wan2.2-T2V-A14B", "dit", 26.67),
+        ("Wan2.2-T2V-A14B", "dit2", 26.67),
+        ("Wan2.2-T2V-A14B", "text_encoder", 10.58),
+    ],
+)
 def test_weights_of_published_models(model, part, gib):
     sizes = sizes_of(model).parts[part]
     assert sizes.bytes("bfloat16", "bfloat16") / GIB == pytest.approx(gib, rel=0.005)
@@ -38,14 +49,23 @@ def test_weights_of_published_models(model, part, gib):
 
 def test_the_language_half_of_qwen_image_s_encoder_is_what_is_loaded():
     # 15.45 GiB with the vision tower (1.26) and the output layer (1.02), which a picture from text does not need
-    assert sizes_of("Qwen-Image").parts["text_encoder"].bytes("bfloat16", "bfloat16") / GIB == pytest.approx(13.17, rel=0.005)
+    assert sizes_of("Qwen-Image").parts["text_encoder"].bytes("bfloat16", "bfloat16") / GIB == pytest.approx(
+        13.17, rel=0.005
+    )
     edits = sizes_of("Qwen-Image-Edit").parts
-    assert sum(edits[name].bytes("bfloat16", "bfloat16") for name in ("text_encoder", "vision")) / GIB == pytest.approx(14.43, rel=0.005)
+    assert sum(edits[name].bytes("bfloat16", "bfloat16") for name in ("text_encoder", "vision")) / GIB == pytest.approx(
+        14.43, rel=0.005
+    )
 
 
-@pytest.mark.parametrize(("model", "side", "gib"), [
-    ("Qwen-Image", 1024, 0.37), ("FLUX.1-dev", 1024, 0.46), ("Z-Image-Turbo", 1024, 0.48),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "side", "gib"),
+    [
+        ("Qwen-Image", 1024, 0.37),
+        ("FLUX.1-dev", 1024, 0.46),
+        ("Z-Image-Turbo", 1024, 0.48),
+    ],
+)
 def test_a_denoising_step(model, side, gib):
     sizes = sizes_of(model)
     text = sizes.defaults["text_tokens"] if sizes.defaults.get("text_fixed") else 256
@@ -58,13 +78,20 @@ def test_a_denoising_step(model, side, gib):
 def test_a_video_step():
     sizes = sizes_of("Wan2.2-T2V-A14B")
     work = Work(width=1280, height=720, frames=81, text_tokens=512)
-    assert estimate.denoise(sizes.parts["dit"], point_of(sizes, work), work, FIXED).live / GIB == pytest.approx(8.0, rel=0.01)
+    assert estimate.denoise(sizes.parts["dit"], point_of(sizes, work), work, FIXED).live / GIB == pytest.approx(
+        8.0, rel=0.01
+    )
 
 
-@pytest.mark.parametrize(("model", "size", "frames", "dtype", "gib"), [
-    ("FLUX.1-dev", (1024, 1024), 1, "bfloat16", 2.38), ("FLUX.1-dev", (2048, 2048), 1, "bfloat16", 9.5),
-    ("Wan2.1-T2V-14B", (1280, 720), 81, "float32", 17.57), ("Wan2.1-T2V-14B", (1280, 720), 81, "bfloat16", 10.1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "size", "frames", "dtype", "gib"),
+    [
+        ("FLUX.1-dev", (1024, 1024), 1, "bfloat16", 2.38),
+        ("FLUX.1-dev", (2048, 2048), 1, "bfloat16", 9.5),
+        ("Wan2.1-T2V-14B", (1280, 720), 81, "float32", 17.57),
+        ("Wan2.1-T2V-14B", (1280, 720), 81, "bfloat16", 10.1),
+    ],
+)
 def test_decoding(model, size, frames, dtype, gib):
     sizes = sizes_of(model)
     point = point_of(sizes, Work(width=size[0], height=size[1], frames=frames))
@@ -74,7 +101,9 @@ def test_decoding(model, size, frames, dtype, gib):
 def test_a_tiled_video_decode_as_measured_on_a_card():
     sizes = sizes_of("Wan2.1-T2V-14B")  # 2.15 GiB on an RTX 4090 in 16 bits
     point = point_of(sizes, Work(width=1280, height=704, frames=81))
-    assert estimate.decode(sizes.parts["vae"], point, "float16", FIXED, tiled=True).live / GIB == pytest.approx(2.15, rel=0.03)
+    assert estimate.decode(sizes.parts["vae"], point, "float16", FIXED, tiled=True).live / GIB == pytest.approx(
+        2.15, rel=0.03
+    )
 
 
 def test_a_single_picture_of_qwen_image_is_decoded_without_the_video_cache():
@@ -87,12 +116,23 @@ def test_a_single_picture_of_qwen_image_is_decoded_without_the_video_cache():
 
 
 # GiB with weights, adapters, gradients and two moments, as another tracer found them for lean adapters on diffusers' classes
-@pytest.mark.parametrize(("model", "side", "batch", "kept", "gib"), [
-    ("Qwen-Image", 512, 1, False, 39.2), ("Qwen-Image", 1024, 1, False, 40.7), ("Qwen-Image", 1024, 4, False, 47.2),
-    ("Qwen-Image", 1328, 2, False, 45.7), ("Qwen-Image", 1024, 1, True, 64.4), ("Qwen-Image", 1024, 2, True, 93.1),
-    ("FLUX.1-dev", 1024, 1, False, 24.6), ("FLUX.1-dev", 1024, 4, False, 31.0), ("FLUX.1-dev", 1024, 2, True, 61.4),
-    ("Z-Image", 1024, 1, False, 13.9), ("Z-Image", 1024, 4, False, 20.5), ("Z-Image", 1024, 1, True, 42.8),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "side", "batch", "kept", "gib"),
+    [
+        ("Qwen-Image", 512, 1, False, 39.2),
+        ("Qwen-Image", 1024, 1, False, 40.7),
+        ("Qwen-Image", 1024, 4, False, 47.2),
+        ("Qwen-Image", 1328, 2, False, 45.7),
+        ("Qwen-Image", 1024, 1, True, 64.4),
+        ("Qwen-Image", 1024, 2, True, 93.1),
+        ("FLUX.1-dev", 1024, 1, False, 24.6),
+        ("FLUX.1-dev", 1024, 4, False, 31.0),
+        ("FLUX.1-dev", 1024, 2, True, 61.4),
+        ("Z-Image", 1024, 1, False, 13.9),
+        ("Z-Image", 1024, 4, False, 20.5),
+        ("Z-Image", 1024, 1, True, 42.8),
+    ],
+)
 def test_a_training_step(model, side, batch, kept, gib):
     sizes = sizes_of(model)
     dit = sizes.parts["dit"]
@@ -123,7 +163,10 @@ def test_the_sets_of_modules_are_the_families():
             continue
         named = {name: facts["means"].get(name, name) for name in ("", *family.LORA.presets)}
         meant = {name: set(facts["lora"].get(one) or one.split(",")) for name, one in named.items()}
-        assert meant == {"": set(family.LORA.modules), **{name: set(ends) for name, ends in family.LORA.presets.items()}}, family.NAME
+        assert meant == {
+            "": set(family.LORA.modules),
+            **{name: set(ends) for name, ends in family.LORA.presets.items()},
+        }, family.NAME
 
 
 def test_a_spec_s_bytes_are_its_header_s():
@@ -153,7 +196,10 @@ def test_fingerprints_forget_depth_and_nothing_else():
 def test_an_unknown_network_is_guessed_and_said_to_be_estimated():
     spec = identify_model(ASSETS / "starter", FAMILIES)
     dit = spec.parts["dit"]
-    tensors = {name: replace(at, shape=(*at.shape[:-1], at.shape[-1] + 1)) if name == "proj_out.weight" else at for name, at in dit.tensors.items()}
+    tensors = {
+        name: replace(at, shape=(*at.shape[:-1], at.shape[-1] + 1)) if name == "proj_out.weight" else at
+        for name, at in dit.tensors.items()
+    }
     odd = replace(spec, parts={**spec.parts, "dit": replace(dit, tensors=tensors)})
     sizes = sizes_of(odd)
     assert sizes.estimating == ("dit",)
@@ -191,9 +237,13 @@ def test_blocks_that_stay_are_spread_evenly():
 
 def test_requests_and_configs_as_work():
     sizes = sizes_of("Qwen-Image")
-    work = work_of_request(GenerationRequest(prompt="x" * 300, width=768, height=512, guidance=4.0, input_image="a.png"), sizes)
+    work = work_of_request(
+        GenerationRequest(prompt="x" * 300, width=768, height=512, guidance=4.0, input_image="a.png"), sizes
+    )
     assert (work.width, work.height, work.guidance, work.from_picture, work.text_tokens) == (768, 512, True, True, 100)
-    config = TrainingConfig(lora=LoraSection(lora_rank=8), training=TrainingSection(batch_size=3, customized_optimizer="adamw8bit"))
+    config = TrainingConfig(
+        lora=LoraSection(lora_rank=8), training=TrainingSection(batch_size=3, customized_optimizer="adamw8bit")
+    )
     work, own = work_of_training(config, sizes)
     assert (work.targets, work.rank, work.batch, work.width) == ("usual", 8, 3, 1024)
     assert own.state_bytes < 3 and not own.checkpointed
@@ -206,13 +256,19 @@ def test_a_measured_machine_corrects_the_next_prediction(tmp_path):
     assert learnt.corrected(FIXED, card, "flux", file) is FIXED
     for _ in range(3):
         held = learnt.corrected(FIXED, card, "flux", file).learnt_bytes
-        learnt.remember(file, card, "flux", kind="generate", predicted_bytes=8 * GIB + held, measured_bytes=8 * GIB + 2**28)
+        learnt.remember(
+            file, card, "flux", kind="generate", predicted_bytes=8 * GIB + held, measured_bytes=8 * GIB + 2**28
+        )
     assert learnt.corrected(FIXED, card, "flux", file).learnt_bytes == 2**28
     assert learnt.corrected(FIXED, card, "other", file) is FIXED
     for more in (2**28, -(2**28)):
         known = replace(FIXED, learnt_bytes=more)
-        assert known.corrected(8 * GIB) == 8 * GIB + more and known.corrected(2**20) == 2**20 + (2**19 if more > 0 else -(2**19))
-        assert all(known.correction(known.corrected(live)) == known.corrected(live) - live for live in (2**20, 2**28, 8 * GIB))
+        assert known.corrected(8 * GIB) == 8 * GIB + more and known.corrected(2**20) == 2**20 + (
+            2**19 if more > 0 else -(2**19)
+        )
+        assert all(
+            known.correction(known.corrected(live)) == known.corrected(live) - live for live in (2**20, 2**28, 8 * GIB)
+        )
     assert learnt.last(file, card, "flux")[1] == 8 * GIB + 2**28
     file.write_text("{half")
     assert learnt.corrected(FIXED, card, "flux", file) is FIXED

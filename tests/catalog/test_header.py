@@ -161,10 +161,17 @@ def test_gguf(tmp_path):
         assert caught.value.kind == "damaged"
 
 
-@pytest.mark.parametrize("kind, form, shape", [(6, "f", (4.0, 64.0)), (5, "i", (-4, -64)), (12, "d", (float("nan"),)), (11, "q", (256,))])
+@pytest.mark.parametrize(
+    "kind, form, shape", [(6, "f", (4.0, 64.0)), (5, "i", (-4, -64)), (12, "d", (float("nan"),)), (11, "q", (256,))]
+)
 def test_a_gguf_shape_in_the_metadata_counts_where_it_can_be_one(tmp_path, kind, form, shape):
     name = b"comfy.gguf.orig_shape.w"
-    value = struct.pack("<Q", len(name)) + name + struct.pack("<IIQ", 9, kind, len(shape)) + struct.pack(f"<{len(shape)}{form}", *shape)
+    value = (
+        struct.pack("<Q", len(name))
+        + name
+        + struct.pack("<IIQ", 9, kind, len(shape))
+        + struct.pack(f"<{len(shape)}{form}", *shape)
+    )
     entry = struct.pack("<Q", 1) + b"w" + struct.pack("<IQQIQ", 2, 64, 4, 0, 0)
     (tmp_path / "m.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1, 1) + value + entry + bytes(2048))
     assert read_header(tmp_path / "m.gguf").tensors["w"].shape == ((256,) if shape == (256,) else (4, 64))

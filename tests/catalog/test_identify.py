@@ -362,7 +362,9 @@ def folder_of(tmp_path, class_name: str = "", **config):
         ("", {}, "base"),
     ],
 )
-def test_edit_variants_are_told_by_class_and_configuration_and_alone_have_the_vision_tower(class_name, config, variant, tmp_path):
+def test_edit_variants_are_told_by_class_and_configuration_and_alone_have_the_vision_tower(
+    class_name, config, variant, tmp_path
+):
     folder = folder_of(tmp_path, class_name, **config)
     spec = identify_model(folder, FAMILIES)
     edits = variant != "base"
@@ -370,13 +372,21 @@ def test_edit_variants_are_told_by_class_and_configuration_and_alone_have_the_vi
     assert set(spec.parts) == {"dit", "text_encoder", "vae"} | ({"vision"} if edits else set())
     assert spec.processor == folder / "processor" and spec.tokenizer == folder / "tokenizer"
     shutil.rmtree(folder / "tokenizer")
-    (folder / "processor" / "preprocessor_config.json").rename(folder / "processor" / "processor_config.json")  # as newer versions write it
+    (folder / "processor" / "preprocessor_config.json").rename(
+        folder / "processor" / "processor_config.json"
+    )  # as newer versions write it
     again = identify_model(folder, FAMILIES)
     assert again.tokenizer == again.processor == folder / "processor"
     if edits:
-        shutil.copy(STARTER / "vae" / "config.json", folder / "text_encoder")  # speaks of another class: sizes come from shapes
+        shutil.copy(
+            STARTER / "vae" / "config.json", folder / "text_encoder"
+        )  # speaks of another class: sizes come from shapes
         vision, said = spec.parts["vision"], identify_model(folder, FAMILIES).parts["vision"].config
-        assert all(said[name] == value for name, value in vision.config.items() if name in said and name not in ("num_heads", "fullatt_block_indexes"))
+        assert all(
+            said[name] == value
+            for name, value in vision.config.items()
+            if name in said and name not in ("num_heads", "fullatt_block_indexes")
+        )
         assert {name for name in said if vision.config.get(name) is None} == set()
         assert all(at.key.startswith("visual.") for at in vision.tensors.values())
 
@@ -398,12 +408,18 @@ def test_single_files_of_edit_variants_are_told_by_what_they_are_called(name, va
     spec = identify_model(write_file(tmp_path / name, dit), FAMILIES)
     assert spec.variant == variant and bool(spec.parts["dit"].config["zero_cond_t"]) == (variant == "edit-2511")
     assert ("vision" in spec.missing) == (variant != "base")
-    assert (f"it is called {name.partition('/')[0].removesuffix('.safetensors')}" in spec.evidence) == (variant != "base")
+    assert (f"it is called {name.partition('/')[0].removesuffix('.safetensors')}" in spec.evidence) == (
+        variant != "base"
+    )
 
 
 def test_the_vision_tower_in_lists_of_files(dit, tmp_path):
     made = write_file(tmp_path / "Qwen-Image-Edit" / "transformer" / "diffusion_pytorch_model.safetensors", dit)
-    files = [made, STARTER / "text_encoder" / "model.safetensors", STARTER / "vae" / "diffusion_pytorch_model.safetensors"]
+    files = [
+        made,
+        STARTER / "text_encoder" / "model.safetensors",
+        STARTER / "vae" / "diffusion_pytorch_model.safetensors",
+    ]
     assert set(identify_files(files, FAMILIES).parts) == {"dit", "text_encoder", "vision", "vae"}
     assert set(identify_files([TRANSFORMER, *files[1:]], FAMILIES).parts) == {"dit", "text_encoder", "vae"}
     tower = {name: at for name, at in shapes(files[1]).items() if name.startswith("visual.")}

@@ -58,7 +58,10 @@ KNOWN = {
     "flux2 klein 4B, single blocks by rows": ("flux2", {"single_blocks.0.linear1": (27648, 3072)}),
     "flux2 klein 9B": ("flux2", {"single_blocks.0.linear2": (4096, 16384)}),
     "flux2 klein 9B diffusers": ("flux2", {"transformer_blocks.0.attn.to_q": (4096, 4096)}),
-    "hunyuan is none of ours": ("", {"double_blocks.0.img_mlp.fc1": (12288, 3072), "double_blocks.0.img_attn.qkv": (9216, 3072)}),
+    "hunyuan is none of ours": (
+        "",
+        {"double_blocks.0.img_mlp.fc1": (12288, 3072), "double_blocks.0.img_attn.qkv": (9216, 3072)},
+    ),
     "lumina2 is none of ours": ("", {"layers.3.attention.qkv": (4608, 2304), "layers.3.feed_forward.w2": (2304, 9216)}),
     "cosmos is none of ours": ("", {"blocks.0.self_attn.q_proj": (2048, 2048)}),
     "sd2 is none of ours": ("", {"down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k": (320, 1024)}),

@@ -42,10 +42,16 @@ def random_job(numbers: random.Random, sizes):
     if numbers.random() < 0.5:
         side = numbers.choice(SIDES)
         frames = numbers.choice((1, 17, 81)) if sizes.geometry["video"] else 1
-        return work_of_defaults(sizes, width=side, height=numbers.choice(SIDES), frames=frames, guidance=numbers.random() < 0.5)
+        return work_of_defaults(
+            sizes, width=side, height=numbers.choice(SIDES), frames=frames, guidance=numbers.random() < 0.5
+        )
     return TrainingConfig(
-        lora=LoraSection(lora_rank=numbers.choice((4, 16, 64, 256)), lora_target_modules=numbers.choice(("", "attention"))),
-        training=TrainingSection(batch_size=numbers.choice((1, 2, 4)), gradient_accumulation_steps=numbers.choice((1, 4))),
+        lora=LoraSection(
+            lora_rank=numbers.choice((4, 16, 64, 256)), lora_target_modules=numbers.choice(("", "attention"))
+        ),
+        training=TrainingSection(
+            batch_size=numbers.choice((1, 2, 4)), gradient_accumulation_steps=numbers.choice((1, 4))
+        ),
         memory=MemorySection(use_gradient_checkpointing=numbers.random() < 0.5),
         samples=SampleSection(sample_prompts=numbers.choice(("", "a red apple"))),
     )
@@ -56,7 +62,11 @@ def random_cases(count: int):
     for _ in range(count):
         sizes = sizes_of(numbers.choice(known_models()))
         job = random_job(numbers, sizes)
-        preferences = Preferences(allow_fp8=numbers.random() < 0.7, allow_tiles=numbers.random() < 0.7, allow_8bit_optimizer=numbers.random() < 0.7)
+        preferences = Preferences(
+            allow_fp8=numbers.random() < 0.7,
+            allow_tiles=numbers.random() < 0.7,
+            allow_8bit_optimizer=numbers.random() < 0.7,
+        )
         yield sizes, job, preferences, numbers.choice((6, 8, 12, 16, 24, 48, 80)), numbers.choice((8, 32, 64, 256))
 
 
@@ -74,7 +84,11 @@ def test_200_random_plans_are_quick_and_always_the_same():
         assert first.phases and first.peak_low_bytes <= first.peak_high_bytes
         assert first.fits == (first.verdict != "red")
         assert (first.verdict == "green") == (first.peak_high_bytes <= budget_of(card))
-        allowed = {"fp8": preferences.allow_fp8, "tile": preferences.allow_tiles, "optimizer_8bit": preferences.allow_8bit_optimizer}
+        allowed = {
+            "fp8": preferences.allow_fp8,
+            "tile": preferences.allow_tiles,
+            "optimizer_8bit": preferences.allow_8bit_optimizer,
+        }
         assert all(allowed.get(step.rung.partition(":")[0], True) for step in first.steps)
     seconds.sort()
     assert seconds[len(seconds) // 2] < 0.01 and seconds[-2] < 0.03
@@ -140,7 +154,9 @@ def test_streaming_keeps_as_many_blocks_as_fit_and_says_so():
     resident, streamed = found.resident_blocks["dit"], found.streamed_blocks["dit"]
     assert sorted((*resident, *streamed)) == list(range(57)) and resident and streamed
     assert f"{len(resident)} of 57 blocks stay" in " ".join(step.sentence for step in found.steps)
-    assert budget_of(card) - found.peak_high_bytes < 2 * sizes_of("FLUX.1-dev").parts["dit"].largest_block("bfloat16", "bfloat16")
+    assert budget_of(card) - found.peak_high_bytes < 2 * sizes_of("FLUX.1-dev").parts["dit"].largest_block(
+        "bfloat16", "bfloat16"
+    )
     config = found.configs["dit"]
     assert (config.offload_device, config.preparing_device, config.computation_device) == ("cpu", "cuda:0", "cuda:0")
     assert 0 < found.vram_limit_gib < 16
@@ -158,7 +174,9 @@ def test_fp8_is_stored_and_computed_as_the_states_say():
     found = plan(sizes, card_of(8)[0], work_of_defaults(sizes))
     eight = [config for config in found.configs.values() if config.onload_dtype == "float8_e4m3fn"]
     assert eight and all(config.computation_dtype == "bfloat16" for config in eight)
-    assert {step.rung for step in found.steps if step.lossy} >= {"fp8:dit"} or "fp8:text" in {step.rung for step in found.steps}
+    assert {step.rung for step in found.steps if step.lossy} >= {"fp8:dit"} or "fp8:text" in {
+        step.rung for step in found.steps
+    }
 
 
 def test_nothing_fits_is_said_with_what_would_help():
@@ -198,17 +216,24 @@ def test_training_climbs_its_own_ladder():
     middle = plan("Qwen-Image", card_of(48)[0], config)
     assert middle.verdict == "green" and middle.steps and middle.peak_high_bytes < large.peak_high_bytes
     small = plan("Qwen-Image", card_of(12)[0], config)
-    assert small.verdict == "green" and small.settings["offload_models"] and small.settings["use_gradient_checkpointing"]
+    assert (
+        small.verdict == "green" and small.settings["offload_models"] and small.settings["use_gradient_checkpointing"]
+    )
     assert [phase.name for phase in small.phases][-2:] == ["step", "save"]
-    flags = [f"--{name}={value}" if not isinstance(value, bool) else f"--{name}" for name, value in small.settings.items() if value]
+    flags = [
+        f"--{name}={value}" if not isinstance(value, bool) else f"--{name}"
+        for name, value in small.settings.items()
+        if value
+    ]
     knobs.from_flags(TrainingConfig, flags)  # what a plan says can be said to the trainer
 
 
 def test_a_choice_of_the_config_is_kept():
     config = TrainingConfig(
-        lora=LoraSection(lora_rank=16), memory=MemorySection(use_gradient_checkpointing=True),
+        lora=LoraSection(lora_rank=16),
+        memory=MemorySection(use_gradient_checkpointing=True),
         training=TrainingSection(customized_optimizer="lion"),
-    )  # fmt: skip
+    )
     found = plan("FLUX.1-dev", card_of(80)[0], config)
     assert found.settings["use_gradient_checkpointing"] and "customized_optimizer" not in found.settings
 
@@ -220,7 +245,9 @@ def test_a_run_s_plan_says_what_it_puts_on_the_disk():
     assert found.disk["result"] == 2 * numel and 11.9 * numel < found.disk["state"] <= 12 * numel
     side, words = config.dataset.max_pixels // 16**2, 128
     assert found.disk["picture"] == 4 * 64 * side + 2 * 3584 * words
-    assert f"{100 * found.disk['picture'] / 2**20:.1f} MiB for the encodings of 100 pictures" in table(found, card_of(80)[0])
+    assert f"{100 * found.disk['picture'] / 2**20:.1f} MiB for the encodings of 100 pictures" in table(
+        found, card_of(80)[0]
+    )
     assert not plan("Qwen-Image", card_of(80)[0], work_of_defaults(sizes_of("Qwen-Image"))).disk_words
 
 
@@ -230,23 +257,35 @@ def test_a_quantised_denoiser_is_counted_and_neither_moved_nor_stored_otherwise(
     assert plan("Qwen-Image", card_of(30)[0], TrainingConfig()).settings.keys() & moved
     dit, weights = sizes_of("Qwen-Image").parts["dit"], {}
     for method in ("int8", "bitsandbytes_nf4", "bitsandbytes_nf4/img_mod.1,txt_mod.1", "torchao_fp8_w8a16"):
-        found = plan("Qwen-Image", card_of(30)[0], knobs.from_values(TrainingConfig, {"quant_options": entry.format(method)}))
+        found = plan(
+            "Qwen-Image", card_of(30)[0], knobs.from_values(TrainingConfig, {"quant_options": entry.format(method)})
+        )
         assert not found.settings.keys() & moved
         weights[method] = found.phases[-1].weights_bytes["dit"] / dit.numel
-    assert weights["int8"] == pytest.approx(1.00, abs=0.005) and weights["torchao_fp8_w8a16"] == pytest.approx(1.00, abs=0.005)
+    assert weights["int8"] == pytest.approx(1.00, abs=0.005) and weights["torchao_fp8_w8a16"] == pytest.approx(
+        1.00, abs=0.005
+    )
     assert weights["bitsandbytes_nf4"] == pytest.approx(0.516, abs=0.003)
     left = 60 * 2 * 3072 * 18432  # numbers in modulations that stay in 16 bits
-    assert weights["bitsandbytes_nf4/img_mod.1,txt_mod.1"] - weights["bitsandbytes_nf4"] == pytest.approx((2 - 0.516) * left / dit.numel, rel=0.01)
+    assert weights["bitsandbytes_nf4/img_mod.1,txt_mod.1"] - weights["bitsandbytes_nf4"] == pytest.approx(
+        (2 - 0.516) * left / dit.numel, rel=0.01
+    )
 
 
 def test_all_weights_training_counts_masters_gradients_and_moments():
     spec = identify_model(ASSETS / "starter", FAMILIES)
     dit = sizes_of(spec).parts["dit"]
     numel, idle = dit.numel, idle_numel(dit, (), 0)
-    found = plan(spec, card_of(24)[0], TrainingConfig(training=TrainingSection(trainable_models="dit", customized_optimizer="adamw")))
+    found = plan(
+        spec,
+        card_of(24)[0],
+        TrainingConfig(training=TrainingSection(trainable_models="dit", customized_optimizer="adamw")),
+    )
     step = next(phase for phase in found.phases if phase.name == "step")
     assert step.weights_bytes["dit"] == 4 * numel + dit.table["tables"]
-    assert step.adapter_bytes == 12 * (numel - idle) and 0 < idle < 0.05 * numel  # the last block's text is read by nobody
+    assert (
+        step.adapter_bytes == 12 * (numel - idle) and 0 < idle < 0.05 * numel
+    )  # the last block's text is read by nobody
 
 
 def test_a_cpu_keeps_the_starter_in_ram_and_a_huge_model_on_disk():
@@ -267,7 +306,9 @@ def test_the_page_s_estimate(tmp_path):
     for bar in found.bars:
         names = [name for name, _ in bar.segments]
         assert names[0] in ("text_encoder", "dit", "vae") and "reserve" in names and bar.low_bytes <= bar.high_bytes
-    other = estimate_for_page("Qwen-Image", card, GenerationRequest(width=1328, height=1328), user=tmp_path, what_if_card="rtx3060")
+    other = estimate_for_page(
+        "Qwen-Image", card, GenerationRequest(width=1328, height=1328), user=tmp_path, what_if_card="rtx3060"
+    )
     assert other.card.total_bytes == 12 * GIB and other.sentences
     assert [one.total_bytes // GIB for one in what_if_cards(card)] == [8, 8, 12, 16, 24, 48, 80]
     assert plan_here(spec, card, GenerationRequest(prompt="a red apple"), None, user=tmp_path) == found.plan
@@ -283,11 +324,14 @@ def test_a_plan_as_text():
     assert "stream" in line(found)
 
 
-@pytest.mark.parametrize(("argv", "words"), [
-    (["FLUX.1-dev", "--card", "rtx3060"], ("FLUX.1-dev on rtx3060", "denoise")),
-    (["Qwen-Image", "--card", "24GiB", "--train", "--lora_rank", "16"], ("step", "--use_gradient_checkpointing")),
-    ([str(ASSETS / "starter"), "--card", "8GiB"], ("Qwen-Image on 8 GiB card", "It fits.")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["FLUX.1-dev", "--card", "rtx3060"], ("FLUX.1-dev on rtx3060", "denoise")),
+        (["Qwen-Image", "--card", "24GiB", "--train", "--lora_rank", "16"], ("step", "--use_gradient_checkpointing")),
+        ([str(ASSETS / "starter"), "--card", "8GiB"], ("Qwen-Image on 8 GiB card", "It fits.")),
+    ],
+)
 def test_the_command(argv, words):
     found = subprocess.run(
         [sys.executable, "-m", "backend.catalog.plan", *argv], cwd=PROJECT, timeout=120, capture_output=True, text=True
@@ -308,7 +352,9 @@ def test_reference_pictures_and_loras_count():
     card = card_of(141)[0]
     with_one = plan(sizes, card, work_of_defaults(sizes))
     without = plan(sizes, card, work_of_defaults(sizes, reference_tokens=0, reference_pixels=0))
-    working = [next(phase.working_bytes for phase in one.phases if phase.name == "denoise") for one in (with_one, without)]
+    working = [
+        next(phase.working_bytes for phase in one.phases if phase.name == "denoise") for one in (with_one, without)
+    ]
     assert working[0] > 1.5 * working[1]
     assert [phase.name for phase in with_one.phases] == ["text", "encode", "denoise", "decode"]
     job = Work(lora_bytes=GIB)
@@ -341,10 +387,17 @@ def test_what_cannot_be_planned_is_one_sentence(argv, words, capsys):
     assert ended.value.code == 2 and words in said.err and "usage" not in said.err and not said.out
 
 
-@pytest.mark.parametrize(("model", "words"), [
-    ("", "name is empty"), ("nowhere/at/all", "no file or folder"), ("nothing.safetensors", "no file or folder"), ("Best-Model", "No sizes are known"),
-    (str(PROJECT / "backend"), "holds no model"), (str(PROJECT / "README.md"), "README.md"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("", "name is empty"),
+        ("nowhere/at/all", "no file or folder"),
+        ("nothing.safetensors", "no file or folder"),
+        ("Best-Model", "No sizes are known"),
+        (str(PROJECT / "backend"), "holds no model"),
+        (str(PROJECT / "README.md"), "README.md"),
+    ],
+)
 def test_what_is_no_model_is_one_sentence(model, words, capsys):
     with pytest.raises(SystemExit) as ended:
         main([model])
@@ -356,7 +409,9 @@ def test_a_part_alone_and_a_module_outside_the_blocks_are_planned(capsys):
     main(["Qwen-Image", "--cards", "80", "--train", "--lora_target_modules", "img_in,to_q", "--lora_rank", "4"])
     main(["loft/starter", "--cards", "8"])  # an id that is on this machine
     assert capsys.readouterr().out.count("\n") == 3
-    with_outside, without = (lora_size(sizes_of("Qwen-Image").parts["dit"], names, 4)[1] for names in ("img_in,to_q", "to_q"))
+    with_outside, without = (
+        lora_size(sizes_of("Qwen-Image").parts["dit"], names, 4)[1] for names in ("img_in,to_q", "to_q")
+    )
     assert with_outside - without == 4 * (64 + 3072)
 
 
@@ -364,7 +419,8 @@ def test_more_blocks_that_stay_than_a_model_has_are_all_of_them():
     """A form may keep the count of a model with more blocks."""
     sizes, card = sizes_of("Qwen-Image"), card_of(80)[0]
     one, every, more = (
-        plan(sizes, card, knobs.from_values(TrainingConfig, {"offload_models": "dit", "resident_blocks": count})) for count in (1, 60, 1000)
+        plan(sizes, card, knobs.from_values(TrainingConfig, {"offload_models": "dit", "resident_blocks": count}))
+        for count in (1, 60, 1000)
     )
     assert more.peak_high_bytes == every.peak_high_bytes > one.peak_high_bytes
     assert "60 of 60 blocks stay" in " ".join(step.sentence for step in more.steps)

@@ -22,7 +22,9 @@ MIB = 2**20
 BARE = Fixed(context_low_bytes=0, context_high_bytes=0, workspace_bytes=0, ram_bytes=0, converts=False)
 SPEED = Speed(flops=2e10, link_bytes=4e8, disk_bytes=1e8, memory_bytes=1e10)
 SIZES = sizes_of(identify_model(ASSETS / "starter", FAMILIES))
-TWICE = replace(SIZES, parts={**SIZES.parts, "text_encoder_2": replace(SIZES.parts["text_encoder"], name="text_encoder_2")})  # two to share the room
+TWICE = replace(
+    SIZES, parts={**SIZES.parts, "text_encoder_2": replace(SIZES.parts["text_encoder"], name="text_encoder_2")}
+)  # two to share the room
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,14 @@ class Way:
 
 
 def card_of(mib: float, ram_mib: float) -> Card:
-    return Card("cuda:0", "a small card", int(mib * MIB), int(mib * MIB), ram_total_bytes=int(ram_mib * MIB), ram_free_bytes=int(ram_mib * MIB))
+    return Card(
+        "cuda:0",
+        "a small card",
+        int(mib * MIB),
+        int(mib * MIB),
+        ram_total_bytes=int(ram_mib * MIB),
+        ram_free_bytes=int(ram_mib * MIB),
+    )
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,9 @@ def kept(part, storage: int, home: str, count: int | None) -> Kept:
     stays = [index for index in range(total) if (index + 1) * count // total > index * count // total]
     lying = blocks if home == "ram" else [2 * (block.matrix + block.rest) for block in part.blocks]
     fetched = [lying[index] for index in range(total) if index not in stays]
-    return Kept(around + sum(blocks[index] for index in stays), min(2, len(fetched)) * max(lying) + cast, sum(fetched), ram)
+    return Kept(
+        around + sum(blocks[index] for index in stays), min(2, len(fetched)) * max(lying) + cast, sum(fetched), ram
+    )
 
 
 def ways_of(parts, turns: bool):
@@ -86,9 +97,15 @@ def text_ways(sizes, work, point, turns=True) -> list[Way]:
     compute = sum(estimate.operations(part, point) for part in parts) * passes / SPEED.flops * SPEED.spread
     for storage, home, counts, rungs in ways_of(parts, turns):
         held = [kept(part, storage, home, count) for part, count in zip(parts, counts, strict=True)]
-        moved = sum(part.bytes("bfloat16", "bfloat16") for part in parts) + (passes - 1) * sum(one.fetched for one in held) if turns else 0
+        moved = (
+            sum(part.bytes("bfloat16", "bfloat16") for part in parts) + (passes - 1) * sum(one.fetched for one in held)
+            if turns
+            else 0
+        )
         high = sum(one.card for one in held) + max(one.staging for one in held) + working
-        found.append(Way(high, compute + moved / rate(home), sum(one.ram for one in held) if turns else 0, storage == 1, rungs))
+        found.append(
+            Way(high, compute + moved / rate(home), sum(one.ram for one in held) if turns else 0, storage == 1, rungs)
+        )
     return found
 
 
@@ -113,8 +130,18 @@ def decode_ways(sizes, work, point, turns=True) -> list[Way]:
     whole = part.bytes("bfloat16", "bfloat16")
     for tiled in (False, True):
         working = estimate.decode(part, point, "bfloat16", BARE, tiled=tiled).likely
-        seconds = estimate.operations(part, point, "operations/decode") * (1.8 if tiled else 1) / SPEED.flops * SPEED.spread
-        found.append(Way(whole + working, seconds + (whole / SPEED.link_bytes if turns else 0), whole if turns else 0, tiled, tiled + turns))
+        seconds = (
+            estimate.operations(part, point, "operations/decode") * (1.8 if tiled else 1) / SPEED.flops * SPEED.spread
+        )
+        found.append(
+            Way(
+                whole + working,
+                seconds + (whole / SPEED.link_bytes if turns else 0),
+                whole if turns else 0,
+                tiled,
+                tiled + turns,
+            )
+        )
     return found
 
 
@@ -124,7 +151,11 @@ def best(sizes, work, card: Card, *, fp8: bool) -> float | None:
     for turns in (True, False):
         each = [ways(sizes, work, point, turns) for ways in (text_ways, denoise_ways, decode_ways)]
         each = [[way for way in ways if fp8 or not (way.lossy and ways is not each[2])] for ways in each]
-        for ways in itertools.product(*([way for way in ways if way.high <= room] for ways in each)) if turns else _beside(sizes, each, room):
+        for ways in (
+            itertools.product(*([way for way in ways if way.high <= room] for ways in each))
+            if turns
+            else _beside(sizes, each, room)
+        ):
             if sum(way.ram for way in ways) <= 0.9 * card.ram_free_bytes:
                 found.append(sum(way.seconds for way in ways))
     return min(found, default=None)
@@ -132,8 +163,11 @@ def best(sizes, work, card: Card, *, fp8: bool) -> float | None:
 
 def _beside(sizes, each, room):
     """Exact ways with every part on the card all the time."""
-    weights = [sum(kept(part, 2, "ram", None).card for name, part in sizes.parts.items() if name.startswith("text")),
-               kept(sizes.parts["dit"], 2, "ram", None).card, sizes.parts["vae"].bytes("bfloat16", "bfloat16")]  # fmt: skip
+    weights = [
+        sum(kept(part, 2, "ram", None).card for name, part in sizes.parts.items() if name.startswith("text")),
+        kept(sizes.parts["dit"], 2, "ram", None).card,
+        sizes.parts["vae"].bytes("bfloat16", "bfloat16"),
+    ]
     exact = [[way for way in ways if not way.lossy] for ways in each]
     for ways in itertools.product(*exact):
         if all(way.high + sum(weights) - own <= room for way, own in zip(ways, weights, strict=True)):
@@ -153,7 +187,9 @@ def test_no_way_to_draw_is_faster_than_the_plan_s(sizes, fp8):
         if wanted is None:
             assert found.verdict != "green"
         else:
-            assert found.verdict == "green" and sum(phase.seconds[1] for phase in found.phases) == pytest.approx(wanted, rel=1e-9), (mib, ram)
+            assert found.verdict == "green" and sum(phase.seconds[1] for phase in found.phases) == pytest.approx(
+                wanted, rel=1e-9
+            ), (mib, ram)
     assert "green" in verdicts and "red" in verdicts
 
 
@@ -161,8 +197,17 @@ def test_no_way_to_take_a_step_is_faster_than_the_plan_s():
     """Frozen weights in 16 bits, AdamW on the card; no pictures are encoded, which would need more than a step here."""
     dit, seen = SIZES.parts["dit"], set()
     sizes = replace(SIZES, parts={name: part for name, part in SIZES.parts.items() if name != "vae"})
-    work = Work(width=512, height=512, targets="attention", trained=("dit",), rank=8, trained_numel=200_000, text_tokens=32, decoder_dtype="float32",
-                can=frozenset({"use_gradient_checkpointing", "offload_models", "resident_blocks"}))  # fmt: skip
+    work = Work(
+        width=512,
+        height=512,
+        targets="attention",
+        trained=("dit",),
+        rank=8,
+        trained_numel=200_000,
+        text_tokens=32,
+        decoder_dtype="float32",
+        can=frozenset({"use_gradient_checkpointing", "offload_models", "resident_blocks"}),
+    )
     point, numel = estimate.point_of(SIZES, work), work.trained_numel
     flops = estimate.operations(dit, {**point, "b": 1})
     for mib in (16, 18, 20, 22, 24, 26, 28, 30, 34, 40, 60, 68, 72, 76, 80, 84, 90, 100):
@@ -174,7 +219,9 @@ def test_no_way_to_take_a_step_is_faster_than_the_plan_s():
             high = held.card + held.staging + beside + max(working.likely - 4 * numel, ends, 4 * numel)
             compute = flops * (2 + checkpointed) / SPEED.flops * SPEED.spread
             fetched = len(dit.blocks) - (len(dit.blocks) if count is None else count)
-            moved = 2 * held.fetched * max(fetched - 2, 0) / max(fetched, 1)  # the last two are there when the pass turns
+            moved = (
+                2 * held.fetched * max(fetched - 2, 0) / max(fetched, 1)
+            )  # the last two are there when the pass turns
             if high <= card.total_bytes:
                 ways.append(max(compute, moved / SPEED.link_bytes))
         found = plan(sizes, card, work, Preferences(allow_fp8=False), speed=SPEED, fixed=BARE)

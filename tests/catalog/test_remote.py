@@ -31,12 +31,18 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self):
         url = urlsplit(self.path)
         path, query = unquote(url.path), {key: one[0] for key, one in parse_qs(url.query).items()}
-        sizes = {found.relative_to(STARTER).as_posix(): found.stat().st_size for found in STARTER.rglob("*") if found.is_file()}
+        sizes = {
+            found.relative_to(STARTER).as_posix(): found.stat().st_size
+            for found in STARTER.rglob("*")
+            if found.is_file()
+        }
         if path == "/api/models/owner/name":
             files = [{"rfilename": name, "size": size} for name, size in sizes.items()]
             self._send(json.dumps({"id": "owner/name", "sha": "0" * 40, "siblings": files}).encode())
         elif path.startswith("/api/v1/models/owner/name/repo/files"):
-            files = [{"Path": name, "Name": name, "Type": "blob", "Size": size, "Sha256": ""} for name, size in sizes.items()]
+            files = [
+                {"Path": name, "Name": name, "Type": "blob", "Size": size, "Sha256": ""} for name, size in sizes.items()
+            ]
             self._send(json.dumps({"Code": 200, "Success": True, "Data": {"Files": files}}).encode())
         elif path == "/api/v1/models/owner/name/repo" or path.startswith("/owner/name/resolve/"):
             self._send_file(query.get("FilePath") or path.split("/", 5)[5])
@@ -53,7 +59,11 @@ class Hub(BaseHTTPRequestHandler):
 
     def _send(self, body: bytes, status: int = 200, headers: dict | None = None):
         self.send_response(status)
-        for key, value in {"Content-Type": "application/json", "Content-Length": str(len(body)), **(headers or {})}.items():
+        for key, value in {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+            **(headers or {}),
+        }.items():
             self.send_header(key, value)
         self.end_headers()
         self.wfile.write(body)
@@ -95,11 +105,20 @@ except Trouble as trouble:
 def test_headers_alone_are_brought_and_kept(hub, data, monkeypatch):
     address = f"http://127.0.0.1:{hub.server_port}"
     env = {
-        **os.environ, "PYTHONPATH": str(PROJECT), "LOFT_DATA": str(data.root), "MODELSCOPE_ENDPOINT": address, "HF_ENDPOINT": address,
-        "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(data.root / "hf"), "MODELSCOPE_CACHE": str(data.root / "ms"),
-        "MODELSCOPE_API_MAX_RETRIES": "1", "NO_PROXY": "127.0.0.1",
-    }  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, cwd=data.root, capture_output=True, text=True, timeout=300)
+        **os.environ,
+        "PYTHONPATH": str(PROJECT),
+        "LOFT_DATA": str(data.root),
+        "MODELSCOPE_ENDPOINT": address,
+        "HF_ENDPOINT": address,
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HOME": str(data.root / "hf"),
+        "MODELSCOPE_CACHE": str(data.root / "ms"),
+        "MODELSCOPE_API_MAX_RETRIES": "1",
+        "NO_PROXY": "127.0.0.1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=env, cwd=data.root, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     own = identify_model(STARTER, FAMILIES)
     parts = f"{own.family} {sorted((name, part.nbytes) for name, part in own.parts.items())}"
@@ -109,7 +128,9 @@ def test_headers_alone_are_brought_and_kept(hub, data, monkeypatch):
     monkeypatch.setattr(download, "_source", None)  # what was read is not asked for again
     spec = remote.look("owner/name", FAMILIES, here=data)
     near, far = sizes_of(own), sizes_of(spec)
-    assert not far.estimating and {name: part.blocks for name, part in near.parts.items()} == {name: part.blocks for name, part in far.parts.items()}
+    assert not far.estimating and {name: part.blocks for name, part in near.parts.items()} == {
+        name: part.blocks for name, part in far.parts.items()
+    }
     card, request = what_if("8GiB")[0], GenerationRequest()
     assert plan(spec, card, request) == plan(own, card, request)
     assert isinstance(remote.known("owner/other", FAMILIES, here=data), Trouble)

@@ -21,7 +21,9 @@ pytestmark = pytest.mark.torch
 
 
 def test_the_command_s_figures_reach_the_page_and_runs_replace_them(data, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["calibrate", "--device", "cpu", "--file", str(ASSETS / "starter" / "vae" / "config.json")])
+    monkeypatch.setattr(
+        "sys.argv", ["calibrate", "--device", "cpu", "--file", str(ASSETS / "starter" / "vae" / "config.json")]
+    )
     monkeypatch.setattr(calibrate, "SECONDS", 0.1)
     began = time.monotonic()
     calibrate.main()
@@ -43,8 +45,15 @@ def test_the_command_s_figures_reach_the_page_and_runs_replace_them(data, monkey
     file.write_text(json.dumps(twice))
     assert seconds()[0] < low
     for took in (5.0, 6.0):  # what the same request took here is known better than any rate
-        learnt.remember(data.user / "measured.json", here, spec.family, kind=learnt.kind_of(request),
-                        predicted_bytes=10, measured_bytes=10, seconds=took)  # fmt: skip
+        learnt.remember(
+            data.user / "measured.json",
+            here,
+            spec.family,
+            kind=learnt.kind_of(request),
+            predicted_bytes=10,
+            measured_bytes=10,
+            seconds=took,
+        )
     low, high = seconds()
     assert 4.5 < low <= 5.0 and 6.0 <= high < 7.0
     found = estimate_for_page(spec, here, request, user=data.user)

@@ -119,4 +119,7 @@ def test_without_a_compiler_it_is_said_before_anything_is_loaded(deep_qwen, monk
     assert caught.value.kind == "no_compiler" and not read
     with pytest.raises(Trouble, match=r"C\+\+ compiler"):
         load(deep_qwen).generate(replace(REQUEST, compile=True))
-    assert "triton" in abilities.why_no_compiler(torch.device("cuda")) and abilities.why_no_compiler(torch.device("mps")) is None
+    assert (
+        "triton" in abilities.why_no_compiler(torch.device("cuda"))
+        and abilities.why_no_compiler(torch.device("mps")) is None
+    )

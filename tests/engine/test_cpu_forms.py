@@ -20,7 +20,13 @@ from backend.schema.places import ASSETS
 pytestmark = pytest.mark.torch
 NETWORK = "diffusers:QwenImageTransformer2DModel"
 KNOWN = published()["networks"]["QwenImageTransformer2DModel"]
-TINY = {"num_layers": 5, "num_attention_heads": 2, "attention_head_dim": 32, "joint_attention_dim": 48, "axes_dims_rope": [8, 12, 12]}
+TINY = {
+    "num_layers": 5,
+    "num_attention_heads": 2,
+    "attention_head_dim": 32,
+    "joint_attention_dim": 48,
+    "axes_dims_rope": [8, 12, 12],
+}
 BF16 = torch.bfloat16
 
 
@@ -38,7 +44,9 @@ def test_the_trainer_s_attention_is_the_estimate_s():
     assert KNOWN["plain_tokens"] == plain_attention.MAX_TOKENS
 
 
-@pytest.mark.parametrize(("kernel", "targets", "checkpointed", "batch"), [("plain", "usual", False, 4), ("fused", "full", True, 1)])
+@pytest.mark.parametrize(
+    ("kernel", "targets", "checkpointed", "batch"), [("plain", "usual", False, 4), ("fused", "full", True, 1)]
+)
 def test_shipped_forms_agree_with_a_new_trace(kernel, targets, checkpointed, batch):
     part = sizes_of(identify_model(ASSETS / "starter", FAMILIES)).parts["dit"]
     config = json.loads((ASSETS / "starter" / "transformer" / "config.json").read_text(encoding="utf-8"))
@@ -46,7 +54,12 @@ def test_shipped_forms_agree_with_a_new_trace(kernel, targets, checkpointed, bat
     at = point(b=batch, **({"h": 48, "w": 48, "n": 576} if kernel == "fused" else {}))
     lora = KNOWN["lora"].get(targets, [])
     traced = sections(cpu_forms.step_tape(NETWORK, config, KNOWN, BF16, lora, at, kernel, checkpointed=checkpointed))
-    found = cpu_runs.step(replace(part, depths={"transformer_blocks": 3}), at, Work(targets=targets, batch=batch), Layout(checkpointed=checkpointed))
+    found = cpu_runs.step(
+        replace(part, depths={"transformer_blocks": 3}),
+        at,
+        Work(targets=targets, batch=batch),
+        Layout(checkpointed=checkpointed),
+    )
     assert found == {name: pytest.approx(value, rel=0.01) for name, value in traced.items()}
 
 
@@ -55,8 +68,11 @@ def test_a_network_without_a_table_is_foretold_at_its_own_depth():
     form = cpu_forms.step_form(NETWORK, TINY, KNOWN, torch.float32, "plain", lora, many=True, checkpointed=False)
     table = {"cpu": {"plain_tokens": 512, "plain/attention/kept/float32": {"bn": form}}}
     found = cpu_runs.step(
-        PartSizes("dit", "", table, (), Numbers(), {"transformer_blocks": 5}), at, Work(targets="attention", batch=8, computing="float32"), Layout(),
-    )  # fmt: skip
+        PartSizes("dit", "", table, (), Numbers(), {"transformer_blocks": 5}),
+        at,
+        Work(targets="attention", batch=8, computing="float32"),
+        Layout(),
+    )
     module = cpu_step.network(NETWORK, TINY, torch.float32, targets=lora, rank=8, checkpointed=False, kernel="plain")
     real = sections(cpu_step.step_tape(module, list(module.transformer_blocks), at, torch.float32, lean=True))
     assert found == {name: pytest.approx(value, rel=0.02) for name, value in real.items()}

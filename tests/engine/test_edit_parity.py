@@ -54,7 +54,10 @@ def theirs(variant: str, folder, monkeypatch):
     cls = QwenImageEditPipeline if variant == "edit" else QwenImageEditPlusPipeline
     pipe = cls.from_pretrained(folder, processor=None, torch_dtype=torch.float32)
     processor = Qwen2VLProcessor.__new__(Qwen2VLProcessor)
-    processor.image_processor, processor.tokenizer = Qwen2VLImageProcessorPil.from_pretrained(folder / "processor"), pipe.tokenizer
+    processor.image_processor, processor.tokenizer = (
+        Qwen2VLImageProcessorPil.from_pretrained(folder / "processor"),
+        pipe.tokenizer,
+    )
     processor.video_processor, processor.video_token, processor.video_token_id = None, "<|video_pad|>", 2047
     processor.image_token, processor.image_token_id = "<|image_pad|>", 2046
     pipe.processor, forward = processor, pipe.text_encoder.forward
@@ -82,9 +85,13 @@ def test_prompts_with_pictures_are_encoded_as_by_diffusers(variant, tiny_edit, m
         torch.testing.assert_close(alone, other, rtol=1e-5, atol=1e-5)
         others = tuple(picture(*one.size, seed=7) for one in pictures)
         assert (alone - qwen_image.encode_text(parts, [prompt], pictures=[others])[0]["embeds"]).abs().max() > 1e-3
-        many = qwen_image.encode_text(parts, ["a much longer prompt, of an owl and of a ball", prompt, "a cat"], pictures=[None, pictures, ()])
+        many = qwen_image.encode_text(
+            parts, ["a much longer prompt, of an owl and of a ball", prompt, "a cat"], pictures=[None, pictures, ()]
+        )
     torch.testing.assert_close(many[1]["embeds"], alone, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(many[2]["embeds"], qwen_image.encode_text(parts, ["a cat"])[0]["embeds"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        many[2]["embeds"], qwen_image.encode_text(parts, ["a cat"])[0]["embeds"], rtol=1e-4, atol=1e-5
+    )
 
 
 def latents_of(pipeline: Pipeline, request: GenerationRequest, monkeypatch) -> torch.Tensor:
@@ -106,7 +113,13 @@ def loft(folder, **options) -> Pipeline:
 
 
 ASKED = GenerationRequest(
-    prompt="make the ball red", negative_prompt="blurry", width=48, height=64, num_inference_steps=3, guidance=4.0, seed=11
+    prompt="make the ball red",
+    negative_prompt="blurry",
+    width=48,
+    height=64,
+    num_inference_steps=3,
+    guidance=4.0,
+    seed=11,
 )
 DISK = VramConfig(None, "disk", None, "disk", "float32", "cpu", "float32", "cpu")
 CODES = VramConfig(*("float8_e4m3fn", "cpu") * 3, "float32", "cpu")

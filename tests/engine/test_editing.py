@@ -62,7 +62,9 @@ def test_loras_and_cached_steps_take_references_along(tiny_edit, photo, tmp_path
     assert plain != values(pipeline.generate(replace(request, edit_images=(photo,)))[0])
     monkeypatch.setattr(step_cache, "FEWEST_BLOCKS", 2)
     exact = pipeline.generate(replace(request, step_cache=1e-9))[0]
-    assert plain == values(exact) != values(pipeline.generate(replace(request, step_cache=0.5, num_inference_steps=4))[0])
+    assert (
+        plain == values(exact) != values(pipeline.generate(replace(request, step_cache=0.5, num_inference_steps=4))[0])
+    )
     pipeline.add_lora("dit", write_lora(pipeline, tmp_path / "l.safetensors"), hot=True)
     with_lora = values(pipeline.generate(request)[0])
     assert with_lora != plain
@@ -77,7 +79,9 @@ def test_references_of_a_batch_are_alike_and_gradients_reach_them(tiny_edit):
     x, sigma = torch.randn(2, 16, 4, 4), torch.tensor([0.9, 0.3])
     both = qwen_image.predict(pipeline.parts, x, sigma, qwen_image.collate([one, two]))
     for index, each in enumerate((one, two)):
-        alone = qwen_image.predict(pipeline.parts, x[index : index + 1], sigma[index : index + 1], qwen_image.collate([each]))
+        alone = qwen_image.predict(
+            pipeline.parts, x[index : index + 1], sigma[index : index + 1], qwen_image.collate([each])
+        )
         torch.testing.assert_close(both[index : index + 1], alone, rtol=1e-4, atol=1e-5)
     one["references"][1].requires_grad_()
     qwen_image.predict(pipeline.parts, x[:1], sigma[:1], qwen_image.collate([one])).sum().backward()
@@ -101,11 +105,15 @@ class Ears:
         return False
 
 
-def test_the_worker_refuses_in_one_sentence_before_it_loads_and_a_picture_says_what_it_was_made_of(tiny_edit, tiny_qwen, photo, data):
+def test_the_worker_refuses_in_one_sentence_before_it_loads_and_a_picture_says_what_it_was_made_of(
+    tiny_edit, tiny_qwen, photo, data
+):
     work = Work(Ears())
 
     def ask(folder, *pictures, **more):
-        request = request_to_values(replace(ASKED, width=128, height=128, model=str(folder), edit_images=pictures, **more))
+        request = request_to_values(
+            replace(ASKED, width=128, height=128, model=str(folder), edit_images=pictures, **more)
+        )
         assert request_from_values(request).edit_images == pictures
         work.generate("1", {"request": request, "folder": str(data.outputs)})
         return work.wire.said
@@ -130,10 +138,14 @@ def test_the_worker_refuses_in_one_sentence_before_it_loads_and_a_picture_says_w
 def test_what_editing_lacks_is_said_with_the_folder_to_add(tiny_edit, photo, tmp_path):
     request = replace(ASKED, edit_images=(photo,))
     spec = identify_model(tiny_edit("edit"), families.FAMILIES)
-    with pytest.raises(Trouble, match=r"the part processor, which was not loaded\. Add its files: the model's folder processor\."):
+    with pytest.raises(
+        Trouble, match=r"the part processor, which was not loaded\. Add its files: the model's folder processor\."
+    ):
         open_spec(replace(spec, processor=None)).generate(request)
     without = {name: part for name, part in spec.parts.items() if name != "vision"}
-    with pytest.raises(Trouble, match=r"the part vision, which was not loaded\. Add its files: the model's folder text_encoder\."):
+    with pytest.raises(
+        Trouble, match=r"the part vision, which was not loaded\. Add its files: the model's folder text_encoder\."
+    ):
         open_spec(replace(spec, parts=without)).generate(request)
     with pytest.raises(Trouble, match="holds no processor of pictures"):
         qwen_image.load_processor(tmp_path, "edit")

@@ -15,7 +15,15 @@ from backend.pipelines import ModelConfig, QwenImagePipeline
 from backend.schema.messages import Trouble
 
 pytestmark = pytest.mark.torch
-SCALES = {"GGUF_Q2_K": (80, 82), "GGUF_Q3_K": (108,), "GGUF_Q6_K": (208,), "GGUF_Q4_1": (0, 2), "GGUF_Q5_1": (0, 2), "GGUF_Q4_K": (0, 2), "GGUF_Q5_K": (0, 2)}
+SCALES = {
+    "GGUF_Q2_K": (80, 82),
+    "GGUF_Q3_K": (108,),
+    "GGUF_Q6_K": (208,),
+    "GGUF_Q4_1": (0, 2),
+    "GGUF_Q5_1": (0, 2),
+    "GGUF_Q4_K": (0, 2),
+    "GGUF_Q5_K": (0, 2),
+}
 
 
 def half(block: bytes, at: int) -> float:
@@ -128,7 +136,13 @@ def write_gguf(path: Path, tensors: dict[str, tuple[int, tuple[int, ...], bytes]
     def text(value: str) -> bytes:
         return struct.pack("<Q", len(value)) + value.encode()
 
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), 1) + text("general.architecture") + struct.pack("<I", 8) + text("qwen_image")
+    head = (
+        b"GGUF"
+        + struct.pack("<IQQ", 3, len(tensors), 1)
+        + text("general.architecture")
+        + struct.pack("<I", 8)
+        + text("qwen_image")
+    )
     body = b""
     for name, (kind, shape, data) in tensors.items():
         head += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), kind, len(body))
@@ -152,15 +166,26 @@ def both(tiny_qwen, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "states",
-    [{}, {"offload_device": "disk", "onload_device": "disk", "preparing_device": "disk"}, dict.fromkeys(("offload_dtype", "onload_dtype", "preparing_dtype"), "float8_e4m3fn")],
+    [
+        {},
+        {"offload_device": "disk", "onload_device": "disk", "preparing_device": "disk"},
+        dict.fromkeys(("offload_dtype", "onload_dtype", "preparing_dtype"), "float8_e4m3fn"),
+    ],
     ids=["plain", "streamed from the file", "FP8"],
-)  # fmt: skip
+)
 def test_a_gguf_model_draws_what_its_numbers_draw(both, tiny_qwen, states):
     pictures = []
     for file in both:
-        configs = [ModelConfig(path=file, **states), ModelConfig(path=tiny_qwen / "text_encoder"), ModelConfig(path=tiny_qwen / "vae")]
+        configs = [
+            ModelConfig(path=file, **states),
+            ModelConfig(path=tiny_qwen / "text_encoder"),
+            ModelConfig(path=tiny_qwen / "vae"),
+        ]
         pipe = QwenImagePipeline.from_pretrained(
-            model_configs=configs, device="cpu", torch_dtype=torch.float32, tokenizer_config=ModelConfig(path=tiny_qwen / "tokenizer")
+            model_configs=configs,
+            device="cpu",
+            torch_dtype=torch.float32,
+            tokenizer_config=ModelConfig(path=tiny_qwen / "tokenizer"),
         )
         pictures.append(numpy.asarray(pipe("a red apple", seed=1, width=64, height=64, num_inference_steps=1)))
     assert numpy.array_equal(*pictures)

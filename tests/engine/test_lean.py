@@ -29,7 +29,9 @@ def adapted(dtype: torch.dtype, thin: bool, *, rank: int = 4, **more) -> torch.n
 
     torch.manual_seed(0)
     net = Net().to(dtype).requires_grad_(False)
-    config = peft.LoraConfig(r=rank, lora_alpha=6, target_modules=["q", "k", "v", "out"], init_lora_weights=False, **more)
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=6, target_modules=["q", "k", "v", "out"], init_lora_weights=False, **more
+    )
     peft.inject_adapter_in_model(config, net)
     for name, weight in net.named_parameters():
         if "lora_" in name:
@@ -46,10 +48,14 @@ def answers(net, dtype, *, casting: bool) -> list[torch.Tensor]:
     return [out, x.grad, *(weight.grad for name, weight in net.named_parameters() if "lora_" in name)]
 
 
-@pytest.mark.parametrize(("dtype", "casting", "off"), [(torch.float32, False, 1e-5), (BF16, False, 0.03), (torch.float32, True, 0.03)])
+@pytest.mark.parametrize(
+    ("dtype", "casting", "off"), [(torch.float32, False, 1e-5), (BF16, False, 0.03), (torch.float32, True, 0.03)]
+)
 def test_outputs_and_gradients_are_peft_s(dtype, casting, off):
     (theirs, _), (ours, count) = adapted(dtype, False), adapted(dtype, True)
-    assert count == 4 and [name for name, _ in ours.named_parameters()] == [name for name, _ in theirs.named_parameters()]
+    assert count == 4 and [name for name, _ in ours.named_parameters()] == [
+        name for name, _ in theirs.named_parameters()
+    ]
     for one, other in zip(answers(ours, dtype, casting=casting), answers(theirs, dtype, casting=casting), strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape
         assert torch.linalg.vector_norm((one - other).float()) <= off * torch.linalg.vector_norm(other.float())
@@ -62,7 +68,9 @@ def test_switched_off_it_is_the_base():
         if isinstance(layer, lean.LeanLinear):
             layer.enable_adapters(False)
     base = Net()
-    base.load_state_dict({name.replace(".base_layer", ""): value for name, value in net.state_dict().items() if "lora_" not in name})
+    base.load_state_dict(
+        {name.replace(".base_layer", ""): value for name, value in net.state_dict().items() if "lora_" not in name}
+    )
     assert torch.equal(net(x), base(x))
 
 

@@ -9,9 +9,11 @@ from backend.engine import limits
 
 def test_segments_grow_on_linux_unless_something_was_chosen():
     for platform, before, after in (
-        ("linux", {}, {"PYTORCH_CUDA_ALLOC_CONF": limits.GROWING}), ("win32", {}, {}), ("darwin", {}, {}),
+        ("linux", {}, {"PYTORCH_CUDA_ALLOC_CONF": limits.GROWING}),
+        ("win32", {}, {}),
+        ("darwin", {}, {}),
         ("linux", {"PYTORCH_ALLOC_CONF": "x"}, {"PYTORCH_ALLOC_CONF": "x"}),
-    ):  # fmt: skip
+    ):
         limits.grow_segments(before, platform)
         assert before == after
 

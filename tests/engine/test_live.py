@@ -34,7 +34,9 @@ def starter():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 def test_every_phase_of_the_starter_takes_what_was_predicted(starter, dtype, guidance):
-    request = GenerationRequest(prompt="a red apple on a table", width=160, height=128, num_inference_steps=2, guidance=guidance)
+    request = GenerationRequest(
+        prompt="a red apple on a table", width=160, height=128, num_inference_steps=2, guidance=guidance
+    )
     card = replace(memory.probe("cpu"), dtypes=(dtype,))
     found = plan(starter, card, request)
     pipeline = Pipeline(starter, dtype=getattr(torch, dtype), device="cpu")
@@ -55,7 +57,9 @@ def test_every_phase_of_the_starter_takes_what_was_predicted(starter, dtype, gui
 def test_every_phase_of_an_edit_takes_what_was_predicted(tmp_path):
     """The starter's networks, its vision tower among them, as a model that edits: two pictures of other shapes than the result."""
     folder = shutil.copytree(ASSETS / "starter", tmp_path / "edit")
-    (folder / "model_index.json").write_text(json.dumps({"_class_name": "QwenImageEditPlusPipeline", "_reference_pixels": 256 * 256}))
+    (folder / "model_index.json").write_text(
+        json.dumps({"_class_name": "QwenImageEditPlusPipeline", "_reference_pixels": 256 * 256})
+    )
     Qwen2VLImageProcessorPil().save_pretrained(folder / "processor")
     files = tuple(str(tmp_path / f"{number}.png") for number in range(2))
     for file, shape in zip(files, ((300, 200), (80, 240)), strict=True):
@@ -70,7 +74,9 @@ def test_every_phase_of_an_edit_takes_what_was_predicted(tmp_path):
     tokens = len(pipeline.encode_prompt(request.prompt, [Image.open(file) for file in files])["embeds"])
     work = replace(work_of_request(request, sizes), text_tokens=tokens + 64)  # words are guessed, pictures counted
     predicted = foresee.live_bytes(found, sizes, work, fixed_of(card))
-    predicted["decode"] = max(predicted["decode"], predicted.pop("encode"))  # what the autoencoder does is measured as one phase
+    predicted["decode"] = max(
+        predicted["decode"], predicted.pop("encode")
+    )  # what the autoencoder does is measured as one phase
     assert predicted.keys() == peak.by_phase.keys()
     for phase, measured in peak.by_phase.items():
         assert predicted[phase] == pytest.approx(measured, rel=0.02), phase

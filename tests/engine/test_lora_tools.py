@@ -335,7 +335,9 @@ def test_pickles_become_safetensors(tmp_path):
 def test_a_folder_that_is_a_file_is_said(two, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(Trouble, match="cannot be written"):
-        run_tool({"tool": "convert", "path": str(two[0]), "out": str(tmp_path / "file" / "a.safetensors"), "layout": "kohya"})
+        run_tool(
+            {"tool": "convert", "path": str(two[0]), "out": str(tmp_path / "file" / "a.safetensors"), "layout": "kohya"}
+        )
 
 
 def test_strengths_block_by_block(two):
@@ -416,7 +418,10 @@ def test_the_command_line(two, tmp_path, capsys):
         ("merge A:nan --out OUT", "strength of one.safetensors is nan"),
         ("merge A --out OUT --rank 0", "The rank is 0"),
         ("merge A --out FOLDER", "is no name for a file"),
-        ("merge A --out OUT.txt", "does not end in .safetensors, so no program would find it. Call it out.safetensors.safetensors."),
+        (
+            "merge A --out OUT.txt",
+            "does not end in .safetensors, so no program would find it. Call it out.safetensors.safetensors.",
+        ),
         ("resize A OUT --rank 0", "The rank is 0"),
         ("resize A OUT --energy 1.5", "The energy is 1.5"),
         ("resize A OUT", "Give either a rank or a share"),

@@ -128,7 +128,9 @@ def test_streamed_from_a_file_that_is_8_bit_already(write_part, products):
     assert len(products) == 8 and placed.moved_bytes > 0
     assert 0 < float((ours - stored).norm() / stored.norm()) < 0.1
     with pytest.raises(Trouble, match="no gradient"):
-        placed_module.blocks[0](*(torch.randn(1, 3, 48, dtype=torch.bfloat16, requires_grad=True),) * 2, time=torch.zeros(1, 48).bfloat16())
+        placed_module.blocks[0](
+            *(torch.randn(1, 3, 48, dtype=torch.bfloat16, requires_grad=True),) * 2, time=torch.zeros(1, 48).bfloat16()
+        )
     placed.close()
 
 

@@ -20,7 +20,9 @@ from backend.schema.request import GenerationRequest
 
 pytestmark = [pytest.mark.torch, pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")]
 REQUEST = GenerationRequest(prompt="a red apple", width=640, height=640, num_inference_steps=1, guidance=1.0)
-MOST_BYTES = 95 * 2**20  # beside what the process has, with 45 MiB of parts that leave less than decoding the picture whole (155 MiB), more than a tile
+MOST_BYTES = (
+    95 * 2**20
+)  # beside what the process has, with 45 MiB of parts that leave less than decoding the picture whole (155 MiB), more than a tile
 
 
 def test_a_decode_that_does_not_fit_is_done_in_tiles(tmp_path: Path):
@@ -36,7 +38,9 @@ def test_a_decode_that_does_not_fit_is_done_in_tiles(tmp_path: Path):
     answer = json.loads(said.read_text())
     assert len(answer["notes"]) == 2, answer
     away, tiled = answer["notes"]
-    assert answer["size"] == [640, 640] and away.startswith("Memory ran out while the picture was decoded, so parts that are not at work now leave")
+    assert answer["size"] == [640, 640] and away.startswith(
+        "Memory ran out while the picture was decoded, so parts that are not at work now leave"
+    )
     assert tiled.startswith("Memory ran out while the picture was decoded, so it was done again in tiles. ")
 
 
@@ -46,7 +50,9 @@ def limited(said: Path) -> int:
     import resource
 
     torch.set_num_threads(1)
-    with contextlib.suppress(OSError, AttributeError):  # glibc: large pieces come from the system, not from what other tests have freed
+    with contextlib.suppress(
+        OSError, AttributeError
+    ):  # glibc: large pieces come from the system, not from what other tests have freed
         ctypes.CDLL("libc.so.6").mallopt(-3, 2**16)
     pipeline = Pipeline(identify_model(ASSETS / "starter", FAMILIES), dtype=torch.float32, device="cpu")
     pipeline.generate(GenerationRequest(prompt="a red apple", width=64, height=64, num_inference_steps=1, guidance=1.0))

@@ -73,7 +73,10 @@ def test_broken_exif_leaves_a_picture_as_it_lies_and_every_reader_agrees(tmp_pat
 
 
 def test_no_side_of_a_slender_picture_is_lost():
-    assert edited_size([(100, 1)], "edit", 64 * 64) == (640, 32) and edited_size([(1, 100)], "edit", 64 * 64) == (32, 640)
+    assert edited_size([(100, 1)], "edit", 64 * 64) == (640, 32) and edited_size([(1, 100)], "edit", 64 * 64) == (
+        32,
+        640,
+    )
 
 
 def test_half_a_character_does_not_lose_a_picture(tmp_path):

@@ -249,7 +249,9 @@ def test_a_guided_picture_moves_each_byte_once_a_step(tmp_path):
     placed = pipeline.placements["dit"]
     blocks = [unit.raw.nbytes for unit in placed.blocks]
     once = asked["num_inference_steps"] * sum(blocks)
-    assert once <= placed.moved_bytes <= once + placement.STAGING * max(blocks)  # what was fetched for a step that did not come
+    assert (
+        once <= placed.moved_bytes <= once + placement.STAGING * max(blocks)
+    )  # what was fetched for a step that did not come
     pipeline.close()
 
 

@@ -165,8 +165,16 @@ def test_what_a_block_began_from_goes_as_soon_as_its_backward_is_over(small, mod
     module.checkpoints = {"plain": None, "checkpoint": False}[mode]
     began, alive = [], []
     for block in module.blocks:
-        block.register_forward_pre_hook(lambda layer, args, kwargs: began.append(weakref.ref((*args, *kwargs.values())[0].untyped_storage())), with_kwargs=True)
-    module.blocks[0].up.register_forward_hook(lambda layer, args, output: output.register_hook(lambda _: alive.append([ref() is not None for ref in began[:len(module.blocks)]])) and None)
+        block.register_forward_pre_hook(
+            lambda layer, args, kwargs: began.append(weakref.ref((*args, *kwargs.values())[0].untyped_storage())),
+            with_kwargs=True,
+        )
+    module.blocks[0].up.register_forward_hook(
+        lambda layer, args, output: (
+            output.register_hook(lambda _: alive.append([ref() is not None for ref in began[: len(module.blocks)]]))
+            and None
+        )
+    )
     gc.disable()
     try:
         module(**inputs(2)).float().square().mean().backward()

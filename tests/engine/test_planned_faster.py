@@ -26,16 +26,26 @@ CPU, FP8 = torch.device("cpu"), "float8_e4m3fn"
 SPEC = identify_model(ASSETS / "starter", FAMILIES)
 
 
-@pytest.mark.parametrize(("dtype", "more"), [
-    ("bfloat16", {"step_cache": 0.01}), ("bfloat16", {"fp8_products": True}), ("float32", {"fp8_products": True}),
-], ids=["step cache", "FP8 products", "FP8 products in float32"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "more"),
+    [
+        ("bfloat16", {"step_cache": 0.01}),
+        ("bfloat16", {"fp8_products": True}),
+        ("float32", {"fp8_products": True}),
+    ],
+    ids=["step cache", "FP8 products", "FP8 products in float32"],
+)
 def test_a_faster_picture_takes_what_was_planned(more, dtype):
     if "fp8_products" in more and why_no_fp8_products(CPU):
         pytest.skip(why_no_fp8_products(CPU))
-    request = GenerationRequest(prompt="a red apple on a table", width=192, height=192, num_inference_steps=4, guidance=4.0, **more)
+    request = GenerationRequest(
+        prompt="a red apple on a table", width=192, height=192, num_inference_steps=4, guidance=4.0, **more
+    )
     card = replace(memory.probe("cpu"), dtypes=(dtype,))
     found = next(phase for phase in plan(SPEC, card, request).phases if phase.name == "denoise")
-    plain = next(phase for phase in plan(SPEC, card, replace(request, step_cache=0.0)).phases if phase.name == "denoise")
+    plain = next(
+        phase for phase in plan(SPEC, card, replace(request, step_cache=0.0)).phases if phase.name == "denoise"
+    )
     pipeline = Pipeline(SPEC, dtype=getattr(torch, dtype), device="cpu", fp8_products=request.fp8_products)
     try:
         with live.measuring(pipeline) as peak:
@@ -52,14 +62,30 @@ def test_a_faster_picture_takes_what_was_planned(more, dtype):
 def test_the_buffers_of_a_compiled_block(whole, storage):
     part, sizes = SPEC.parts["dit"], sizes_of(SPEC).parts["dit"]
     module = load.build_meta(part)
-    waits = {"offload_device": "disk", "onload_device": "disk"} if storage == "bfloat16" else {"offload_dtype": FP8, "onload_dtype": FP8}
-    placed = placement.place(module, part, VramConfig(**waits, preparing_dtype=storage, computation_dtype="bfloat16"), device="cpu", resident=())
+    waits = (
+        {"offload_device": "disk", "onload_device": "disk"}
+        if storage == "bfloat16"
+        else {"offload_dtype": FP8, "onload_dtype": FP8}
+    )
+    placed = placement.place(
+        module,
+        part,
+        VramConfig(**waits, preparing_dtype=storage, computation_dtype="bfloat16"),
+        device="cpu",
+        resident=(),
+    )
     placed.arrange(whole=whole, codes=lambda unit: frozenset())
     placed.onload()
     hidden = torch.zeros(1, 4, module.config.in_channels, dtype=torch.bfloat16)
     text = torch.zeros(1, 3, module.config.joint_attention_dim, dtype=torch.bfloat16)
     with torch.no_grad():
-        module(hidden_states=hidden, encoder_hidden_states=text, timestep=torch.ones(1), img_shapes=[[(1, 2, 2)]], return_dict=False)
+        module(
+            hidden_states=hidden,
+            encoder_hidden_states=text,
+            timestep=torch.ones(1),
+            img_shapes=[[(1, 2, 2)]],
+            return_dict=False,
+        )
     mode = "streamed" if storage == "bfloat16" else "resident"
     planned = on_card(sizes, PartLayout(mode, storage, "disk", whole=whole), True, "bfloat16")[1]
     assert placed.held_bytes()["staging"] == pytest.approx(planned, rel=0.01)

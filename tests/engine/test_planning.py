@@ -31,9 +31,15 @@ def test_blocks_that_stay_and_blocks_that_come_are_the_plan_s():
     assert found.verdict == "green" and resident and streamed, found.steps
     placing = Placing.of(found, request)
     pipeline = Pipeline(
-        spec, dtype=torch.bfloat16, device="cpu", configs=placing.configs, vram_limit_bytes=placing.vram_limit_bytes,
-        tiled_vae=placing.tiled_vae, halves_apart=placing.halves_apart, resident_blocks=placing.resident_blocks,
-    )  # fmt: skip
+        spec,
+        dtype=torch.bfloat16,
+        device="cpu",
+        configs=placing.configs,
+        vram_limit_bytes=placing.vram_limit_bytes,
+        tiled_vae=placing.tiled_vae,
+        halves_apart=placing.halves_apart,
+        resident_blocks=placing.resident_blocks,
+    )
     held: list[tuple[int, ...]] = []
     try:
         with live.measuring(pipeline) as peak:
@@ -58,16 +64,27 @@ def test_a_script_that_takes_the_plan_keeps_its_blocks(tmp_path):
     request = GenerationRequest(prompt="a red apple", width=128, height=128, num_inference_steps=2, guidance=1.0)
     card = replace(memory.probe("cpu"), dtypes=("bfloat16", "float32"), reserve_bytes=0, used_by_others_bytes=0)
     for mib in (14, 17, 21):
-        found = plan(spec, replace(card, total_bytes=mib * MIB, free_bytes=mib * MIB), request, Preferences(allow_fp8=False))
+        found = plan(
+            spec, replace(card, total_bytes=mib * MIB, free_bytes=mib * MIB), request, Preferences(allow_fp8=False)
+        )
         resident, streamed = found.resident_blocks["dit"], found.streamed_blocks["dit"]
         assert found.verdict == "green" and streamed
-        said = {name: {key: value for key, value in config.to_values().items() if value} for name, config in found.configs.items()}
+        said = {
+            name: {key: value for key, value in config.to_values().items() if value}
+            for name, config in found.configs.items()
+        }
         text = table(found, card)
-        assert f"vram_limit={found.vram_limit_gib}" in text and all(f"{key}={value}" in text for key, value in said["dit"].items())
+        assert f"vram_limit={found.vram_limit_gib}" in text and all(
+            f"{key}={value}" in text for key, value in said["dit"].items()
+        )
         pipe = QwenImagePipeline.from_pretrained(
-            device="cpu", vram_limit=found.vram_limit_gib, tokenizer_config=ModelConfig(path=ASSETS / "starter" / "tokenizer"),
-            model_configs=[ModelConfig(path=list(part.files), **said.get(name, {})) for name, part in spec.parts.items()],
-        )  # fmt: skip
+            device="cpu",
+            vram_limit=found.vram_limit_gib,
+            tokenizer_config=ModelConfig(path=ASSETS / "starter" / "tokenizer"),
+            model_configs=[
+                ModelConfig(path=list(part.files), **said.get(name, {})) for name, part in spec.parts.items()
+            ],
+        )
         try:
             held, peak = drawn(pipe.pipeline, request)
         finally:

@@ -78,7 +78,9 @@ def test_encoding_a_prompt(card, deep_qwen):
         return pipeline.encode_prompt("a red apple")["embeds"]
 
     assert rungs_of(card, pipeline, work) == ["park", "fewer", "none"]
-    assert pipeline.notes[0].startswith("Memory ran out while the prompt was encoded, so parts that are not at work now leave memory.")
+    assert pipeline.notes[0].startswith(
+        "Memory ran out while the prompt was encoded, so parts that are not at work now leave memory."
+    )
     assert "2 of 2 blocks of the text encoder are now fetched" in pipeline.notes[-1]
 
 
@@ -105,13 +107,18 @@ def test_drawing(card, deep_qwen):
 def test_drawing_with_guidance(card, deep_qwen):
     pipeline = load(deep_qwen)
     assert rungs_of(card, pipeline, drawn(pipeline, 4.0), exact=False) == ["park", "halves", "fewer", "none"]
-    assert "4 of 4 blocks of the transformer" in pipeline.notes[-1] and "reserve in the preferences" in pipeline.notes[-1]
+    assert (
+        "4 of 4 blocks of the transformer" in pipeline.notes[-1] and "reserve in the preferences" in pipeline.notes[-1]
+    )
 
 
 def test_encoding_and_decoding_a_picture(card, deep_qwen):
     pipeline = load(deep_qwen)
     picture = Image.linear_gradient("L").resize((288, 64)).convert("RGB")
-    assert rungs_of(card, pipeline, lambda: pipeline.encode_picture(picture, 288, 64), exact=False) == ["park", "tiles, encode, 288"]
+    assert rungs_of(card, pipeline, lambda: pipeline.encode_picture(picture, 288, 64), exact=False) == [
+        "park",
+        "tiles, encode, 288",
+    ]
     latents = torch.randn((1, 16, 8, 36), generator=torch.Generator().manual_seed(0))
     decode = lambda: torch.from_numpy(numpy.asarray(pipeline.decode(latents), dtype=numpy.float32))  # noqa: E731
     assert rungs_of(card, pipeline, decode, exact=False) == ["tiles, decode, 288"]
@@ -124,7 +131,9 @@ def lora(rank: int = 4) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     names = [f"transformer.transformer_blocks.{block}.attn.to_out.0" for block in range(4)]
     pairs = {"lora_A.weight": (rank, 48), "lora_B.weight": (48, rank)}
-    return {f"{name}.{end}": 0.3 * torch.randn(shape, generator=generator) for name in names for end, shape in pairs.items()}
+    return {
+        f"{name}.{end}": 0.3 * torch.randn(shape, generator=generator) for name in names for end, shape in pairs.items()
+    }
 
 
 @pytest.mark.parametrize("hot", [False, True])
@@ -188,11 +197,16 @@ def test_a_job_and_the_next_keep_what_was_taken(card, deep_qwen):
     again = pipeline.generate(replace(REQUEST, count=2))
     assert card.num_refused == 1
     for pictures in (found, again):
-        assert [numpy.array_equal(numpy.asarray(a), numpy.asarray(b)) for a, b in zip(pictures, expected)] == [True, True]
+        assert [numpy.array_equal(numpy.asarray(a), numpy.asarray(b)) for a, b in zip(pictures, expected)] == [
+            True,
+            True,
+        ]
 
 
 def test_fp8_comes_only_where_it_is_allowed_and_is_in_every_later_receipt(card, deep_qwen, monkeypatch):
-    monkeypatch.setattr(rungs, "_frees_blocks", lambda *_: False)  # else the blocks, fetched from disk, would come in the file's format
+    monkeypatch.setattr(
+        rungs, "_frees_blocks", lambda *_: False
+    )  # else the blocks, fetched from disk, would come in the file's format
 
     def runs_out(*_) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -215,7 +229,13 @@ def test_fp8_comes_only_where_it_is_allowed_and_is_in_every_later_receipt(card, 
 
 
 def test_where_ram_runs_out_beside_a_card_weights_wait_on_disk(card, deep_qwen, monkeypatch):
-    in_ram = VramConfig(offload_dtype="float32", offload_device="cpu", onload_dtype="float32", onload_device="cpu", preparing_dtype="bfloat16")
+    in_ram = VramConfig(
+        offload_dtype="float32",
+        offload_device="cpu",
+        onload_dtype="float32",
+        onload_device="cpu",
+        preparing_dtype="bfloat16",
+    )
     pipeline = load(deep_qwen, configs={"dit": in_ram, "text_encoder": in_ram})
     work = drawn(pipeline, 1.0)
     expected, tries = work(), []

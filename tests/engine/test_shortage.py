@@ -43,7 +43,9 @@ def test_a_real_failure_to_allocate_is_one():
 def test_it_is_told_whether_ram_or_the_card_ran_out():
     card, cpu = torch.device("cuda", 0), torch.device("cpu")
     short_of_ram = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
-    assert [shortage.is_of_ram(error, card) for error in (torch.OutOfMemoryError("x"), MemoryError(), short_of_ram)] == [False, True, True]
+    assert [
+        shortage.is_of_ram(error, card) for error in (torch.OutOfMemoryError("x"), MemoryError(), short_of_ram)
+    ] == [False, True, True]
     assert not shortage.is_of_ram(short_of_ram, cpu)  # there it is what computes
 
 

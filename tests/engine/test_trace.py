@@ -41,7 +41,15 @@ DECODERS = {
         "layers_per_block": 1, "latent_channels": 16, "norm_num_groups": 8, "use_quant_conv": False, "use_post_quant_conv": False,
     },
 }  # fmt: skip
-T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 99, "feed_forward_proj": "gated-gelu"}
+T5 = {
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 99,
+    "feed_forward_proj": "gated-gelu",
+}
 ENCODERS = {
     "Qwen2_5_VLTextModel": {
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -118,9 +126,12 @@ def shipped(kind: str) -> list[dict]:
 @pytest.mark.parametrize("kind", DENOISERS)
 def test_shipped_forms_agree_with_a_new_trace(kind):
     first = next(
-        part["config"] for family in published()["families"].values() for variant in family["variants"].values()
-        for part in variant["parts"].values() if part["network"].endswith(f":{kind}")
-    )  # fmt: skip
+        part["config"]
+        for family in published()["families"].values()
+        for variant in family["variants"].values()
+        for part in variant["parts"].values()
+        if part["network"].endswith(f":{kind}")
+    )
     found = next(one for one in shipped(kind) if first in one["configs"])
     depths = {key: 2 for key in found["blocks"].values()}
     point = {"h": 64, "w": 80, "n": 64 * 80 // 4, "t": 160, "b": 1, "r": 20}
@@ -130,19 +141,29 @@ def test_shipped_forms_agree_with_a_new_trace(kind):
     assert forms.evaluate(found["forms"]["denoise/bfloat16/b1"], point) == pytest.approx(traced, rel=0.01)
     word = "d" + "-".join("2" for _ in depths)
     targets = published()["networks"][kind]["lora"]["attention"]
-    step = tape.peak(step_forms.step_tape(f"diffusers:{kind}", {**found["configs"][0], **depths}, BF16, targets, point, True))
-    assert forms.evaluate(found["forms"][f"step/attention/checkpointed/bfloat16/b1/{word}"], point) == pytest.approx(step, rel=0.01)
+    step = tape.peak(
+        step_forms.step_tape(f"diffusers:{kind}", {**found["configs"][0], **depths}, BF16, targets, point, True)
+    )
+    assert forms.evaluate(found["forms"][f"step/attention/checkpointed/bfloat16/b1/{word}"], point) == pytest.approx(
+        step, rel=0.01
+    )
 
 
 def test_bytes_are_affine_in_depth():
     known = published()["networks"]["QwenImageTransformer2DModel"]
     found = [
-        tape.peak(step_forms.step_tape(
-            "diffusers:QwenImageTransformer2DModel", {**DENOISERS["QwenImageTransformer2DModel"], "num_layers": depth}, BF16,
-            known["lora"]["attention"], {"h": 32, "w": 32, "t": 32, "b": 1, "r": 4}, False,
-        ))
+        tape.peak(
+            step_forms.step_tape(
+                "diffusers:QwenImageTransformer2DModel",
+                {**DENOISERS["QwenImageTransformer2DModel"], "num_layers": depth},
+                BF16,
+                known["lora"]["attention"],
+                {"h": 32, "w": 32, "t": 32, "b": 1, "r": 4},
+                False,
+            )
+        )
         for depth in (2, 3, 6)
-    ]  # fmt: skip
+    ]
     assert found[2] == pytest.approx(found[0] + 4 * (found[1] - found[0]), rel=0.005)
 
 
@@ -158,8 +179,10 @@ def decoded() -> dict[str, tape.Tape]:
             theirs = AutoencoderKLQwenImage().eval().requires_grad_(False)
         return {
             "ours": stages.trace(ours, lambda _: stages.decode(ours, point, BF16)),
-            "theirs": stages.trace(theirs, lambda _: theirs.decode(torch.empty(1, 16, 1, 128, 128, dtype=BF16), return_dict=False)),
-        }  # fmt: skip
+            "theirs": stages.trace(
+                theirs, lambda _: theirs.decode(torch.empty(1, 16, 1, 128, 128, dtype=BF16), return_dict=False)
+            ),
+        }
 
 
 def test_the_tracer_gives_the_known_figure_of_the_unchanged_decoder(decoded):

@@ -206,11 +206,17 @@ def test_cancel_takes_effect_within_a_step_and_previews_come(starter):
 @pytest.mark.torch
 def test_options_for_speed_are_said_and_only_storage_loads_anew(starter):
     worker, data = starter
-    for id, asked, loads in (("cached", {"step_cache": 0.5}, False), ("codes", {"fp8_products": True}, True), ("plain", {}, True)):
+    for id, asked, loads in (
+        ("cached", {"step_cache": 0.5}, False),
+        ("codes", {"fp8_products": True}, True),
+        ("plain", {}, True),
+    ):
         worker.say(command="generate", id=id, request={**REQUEST, **asked}, folder=str(data.outputs))
         result = worker.answer(id)
         assert bool([e for e in worker.events if named("loading", id)(e)]) == loads
-        assert {"cached": "Step cache 0.5", "codes": "multiplied in FP8", "plain": ""}[id] in "".join(result.values["notes"])
+        assert {"cached": "Step cache 0.5", "codes": "multiplied in FP8", "plain": ""}[id] in "".join(
+            result.values["notes"]
+        )
         assert bool(result.values["notes"]) == (id != "plain")
 
 

@@ -24,7 +24,10 @@ def test_the_receipt_says_it_and_the_next_job_keeps_it(data, tiny_qwen):
     from backend.engine.work import Work
 
     work = Work(Ears())
-    values = {"request": {"model": str(tiny_qwen), "width": 128, "height": 128, "num_inference_steps": 1}, "folder": str(data.outputs)}
+    values = {
+        "request": {"model": str(tiny_qwen), "width": 128, "height": 128, "num_inference_steps": 1},
+        "folder": str(data.outputs),
+    }
     work.load("a", values)
     calls = []
 

@@ -58,7 +58,9 @@ def config_of(kind: str, config) -> dict:
     if config == "flux":
         return published()["families"]["flux"]["variants"]["flux.1-dev"]["parts"]["vae"]["config"]
     if config == "qwen":
-        return published()["families"]["qwen_image"]["variants"]["qwen-image-edit"]["parts"]["vision"]["config"] | {"depth": 8}
+        return published()["families"]["qwen_image"]["variants"]["qwen-image-edit"]["parts"]["vision"]["config"] | {
+            "depth": 8
+        }
     return config
 
 
@@ -110,7 +112,9 @@ def measured(kind: str, config: dict, point: dict, what: str) -> tuple[int, int,
 def pictures(device: str) -> list[str]:
     """Pictures of the starter under plans for less and less memory: what is wrong with them, after a line for each phase."""
     spec, card = identify_model(ASSETS / "starter", FAMILIES), memory.probe(device, reserve_bytes=0)
-    request = GenerationRequest(prompt="a red apple on a table", width=512, height=512, num_inference_steps=4, guidance=4.0)
+    request = GenerationRequest(
+        prompt="a red apple on a table", width=512, height=512, num_inference_steps=4, guidance=4.0
+    )
     free = plan(spec, card, request)
     decode = next(phase for phase in free.phases if phase.name == "decode")
     wrong = []
@@ -124,15 +128,24 @@ def pictures(device: str) -> list[str]:
 def _picture(spec, found, request, device: str) -> list[str]:
     placing, wrong = Placing.of(found, request), []
     pipeline = Pipeline(
-        spec, dtype=BF16, device=device, configs=placing.configs, vram_limit_bytes=placing.vram_limit_bytes, tiled_vae=placing.tiled_vae,
-        halves_apart=placing.halves_apart, resident_blocks=placing.resident_blocks,
-    )  # fmt: skip
+        spec,
+        dtype=BF16,
+        device=device,
+        configs=placing.configs,
+        vram_limit_bytes=placing.vram_limit_bytes,
+        tiled_vae=placing.tiled_vae,
+        halves_apart=placing.halves_apart,
+        resident_blocks=placing.resident_blocks,
+    )
     with live.measuring(pipeline) as peak:
         pipeline.generate(request)
     for phase in found.phases:
         truth = peak.by_phase[phase.name]
         rungs = "+".join(step.rung for step in found.steps) or "all resident"
-        print(f"starter {phase.name:8} predicted {phase.live_bytes / 2**20:8.1f} MiB, measured {truth / 2**20:8.1f} MiB ({rungs})", flush=True)
+        print(
+            f"starter {phase.name:8} predicted {phase.live_bytes / 2**20:8.1f} MiB, measured {truth / 2**20:8.1f} MiB ({rungs})",
+            flush=True,
+        )
         if abs(truth - phase.live_bytes) > LIMIT * truth + LIBRARIES_BYTES:
             wrong.append(f"starter, {phase.name}, {rungs}")
     for name, stay in placing.resident_blocks.items():
@@ -149,7 +162,9 @@ def main() -> int:
         print("There is no CUDA device here; nothing was checked.")
         return 0
     worst, wrong = 0.0, []
-    print(f"{'network':30} {'what':13} {'weights':>8} {'predicted':>10} {'measured':>9} {'error':>7} {'reserved':>9} {'least':>7} {'likely':>7}")
+    print(
+        f"{'network':30} {'what':13} {'weights':>8} {'predicted':>10} {'measured':>9} {'error':>7} {'reserved':>9} {'least':>7} {'likely':>7}"
+    )
     for kind, config, point, what in CASES:
         said = predicted(kind, config_of(kind, config), point, what)
         alive = tape.peak(said)
@@ -162,7 +177,10 @@ def main() -> int:
             wrong.append(f"{kind}, {what}: reserved")
         figures = (held, held + alive, allocated, reserved, low, high)
         weights, guess, truth, kept, least, likely = (f"{value / GIB:.3f}" for value in figures)
-        print(f"{kind:30} {what:13} {weights:>8} {guess:>10} {truth:>9} {error:>+7.1%} {kept:>9} {least:>7} {likely:>7}", flush=True)
+        print(
+            f"{kind:30} {what:13} {weights:>8} {guess:>10} {truth:>9} {error:>+7.1%} {kept:>9} {least:>7} {likely:>7}",
+            flush=True,
+        )
     print(f"worst error of the allocated peak: {worst:.1%} (limit {LIMIT:.0%})")
     wrong += pictures("cuda:0")
     print("beyond the limit: " + ("; ".join(wrong) or "nothing"))

@@ -105,7 +105,9 @@ def test_fp8_products_are_close_and_quicker(network, device):
     placed.arrange(whole=False, codes=native_fp8.chosen)
     placed.onload()
     ours, quick = step(module, device), seconds_of(device, lambda: step(module, device))
-    print(f"bfloat16 {plain:.3f} s, FP8 products {quick:.3f} s; from bfloat16: storage {apart(stored, exact):.3f}, products {apart(ours, exact):.3f}")
+    print(
+        f"bfloat16 {plain:.3f} s, FP8 products {quick:.3f} s; from bfloat16: storage {apart(stored, exact):.3f}, products {apart(ours, exact):.3f}"
+    )
     assert apart(stored, exact) < 0.06 and apart(ours, exact) < 0.12
 
 

@@ -185,7 +185,9 @@ def test_a_request_that_is_refused_is_its_answer_and_stays_until_it_is_dismissed
     assert answered(engine, engine.submit(SHORT)).result
     assert engine.snapshot().failed == (answer,) and engine.snapshot().trouble is None
     again = answered(engine, engine.try_again(id))
-    assert again.request == broken and engine.snapshot().failed == (again,), "tried again, it stands for the earlier one"
+    assert again.request == broken and engine.snapshot().failed == (again,), (
+        "tried again, it stands for the earlier one"
+    )
     assert engine.try_again(id) == ""
 
 

@@ -23,6 +23,8 @@ def test_what_failed_is_still_told_by_the_next_studio_until_it_is_dismissed(data
     told = [(item.id, item.request, str(item.trouble), item.ended_at) for item in first.snapshot().failed]
     assert told == [(item.id, REQUEST, str(item.trouble), 1.5) for item in answers if item.id != "03"]
     first.dismiss("05")
-    assert [item.id for item in Engine(data).snapshot().failed] == [item.id for item in answers if item.id not in ("03", "05")]
+    assert [item.id for item in Engine(data).snapshot().failed] == [
+        item.id for item in answers if item.id not in ("03", "05")
+    ]
     first.dismiss()
     assert Engine(data).snapshot().failed == () and not list((data.user / "failed").iterdir())

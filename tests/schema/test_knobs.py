@@ -121,7 +121,10 @@ def test_values_are_taken_as_they_are_meant(name, given_value, meant):
 
 @pytest.mark.parametrize("name", ["fp8_products", "step_cache", "compile"])
 def test_what_only_drawing_has_is_refused_in_training_with_the_reason(name):
-    for attempt in (lambda: from_values(TrainingConfig, {name: True}), lambda: from_flags(TrainingConfig, [f"--{name}"])):
+    for attempt in (
+        lambda: from_values(TrainingConfig, {name: True}),
+        lambda: from_flags(TrainingConfig, [f"--{name}"]),
+    ):
         with pytest.raises(Trouble, match=r"training|drawing") as caught:
             attempt()
         assert caught.value.kind == "not_supported" and name in caught.value.hint

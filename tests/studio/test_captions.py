@@ -36,7 +36,9 @@ def test_an_edited_caption_is_saved_and_the_old_text_kept(folder, data):
     edits = {"a.png": "a blue ball", "b.png": "a box", "../c.png": "no"}
     target, words = captions.save(folder, edits, data)
     assert target == folder and "2 captions" in words
-    assert captions.read_caption(folder / "a.txt") == "a blue ball" and captions.read_caption(folder / "b.txt") == "a box"
+    assert (
+        captions.read_caption(folder / "a.txt") == "a blue ball" and captions.read_caption(folder / "b.txt") == "a box"
+    )
     (earlier,) = (folder / captions.EARLIER).rglob("a.txt")
     assert earlier.read_text() == "a red ball" and str(earlier.parent) in words
 
@@ -47,11 +49,16 @@ def test_saves_are_taken_back_one_by_one_and_what_they_said_is_kept(folder, data
     captions.save(folder, {"a.png": "a blue ball", "b.png": "a box"}, data)
     captions.save(folder, {"a.png": "a black ball"}, data)
     assert captions.undo(folder) == (["a.png"], "1 caption as before the last save.")
-    assert captions.read_caption(folder / "a.txt") == "a blue ball" and captions.read_caption(folder / "b.txt") == "a box"
+    assert (
+        captions.read_caption(folder / "a.txt") == "a blue ball" and captions.read_caption(folder / "b.txt") == "a box"
+    )
     names, words = captions.undo(folder)
     assert names == ["a.png", "b.png"] and "2 captions" in words
     assert (folder / "a.txt").read_bytes() == as_it_was and captions.read_caption(folder / "b.txt") == ""
-    assert {path.read_text().strip() for path in (folder / captions.EARLIER).rglob("a.txt")} == {"a blue ball", "a black ball"}
+    assert {path.read_text().strip() for path in (folder / captions.EARLIER).rglob("a.txt")} == {
+        "a blue ball",
+        "a black ball",
+    }
     assert captions.undo(folder)[0] == [] and "no save" in captions.undo(folder)[1]
     assert not list(folder.rglob(".*"))
 
@@ -115,7 +122,11 @@ def test_a_set_to_edit_shows_what_each_picture_was_made_from(folder):
     table = '[{"image": "b.png", "prompt": "make it blue", "edit_image": "a.png"}, {"image": "a.png", "prompt": ["x", "y"], "edit_image": ["b.png", "a.png"]}]'
     (folder / "metadata.json").write_text(table)
     first, second = captions.samples_in(folder)
-    assert (first.picture.name, first.caption, [path.name for path in first.edited_from]) == ("b.png", "make it blue", ["a.png"])
+    assert (first.picture.name, first.caption, [path.name for path in first.edited_from]) == (
+        "b.png",
+        "make it blue",
+        ["a.png"],
+    )
     assert (second.caption, [path.name for path in second.edited_from]) == ("x | y", ["b.png", "a.png"])
     html = caption_editor.editor(folder, page=0)
     assert html.count("captioned edited") == 2 and html.count("<img") == 5 and html.count("→") == 2

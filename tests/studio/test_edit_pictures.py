@@ -66,7 +66,9 @@ def test_the_row_is_drawn_for_a_model_that_edits_and_only_its_requests_have_pict
 
 def test_a_picture_brings_back_those_it_edited_as_far_as_they_are_here(data, sent):
     kept = edit_pictures.changed([], "add", json.dumps(sent), data)
-    made = Settings({"prompt": "x", "edit_images": [*kept, "/etc/hostname", "/gone/cat.png"], "input_image": "/etc/hostname"})
+    made = Settings(
+        {"prompt": "x", "edit_images": [*kept, "/etc/hostname", "/gone/cat.png"], "input_image": "/etc/hostname"}
+    )
     back = restore(made, models=[], loras=[], places=data)
     assert back.request.edit_images == tuple(kept) and back.request.input_image is None
     assert "hostname, cat.png are not here" in " ".join(back.missing)

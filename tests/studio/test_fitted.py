@@ -39,7 +39,9 @@ def test_a_second_plan_goes_back_to_what_was_there_before_the_first(shown):
     assert fitted.taken_back(made, tuple(now.values()), STARTER, second) == {name: at_first[name] for name in PLAN}
 
 
-@pytest.mark.parametrize("note", ["", "{", "[]", "3", '{"model": "a"}', '{"model": "a", "set": {"resident_blocks": 1}}'])
+@pytest.mark.parametrize(
+    "note", ["", "{", "[]", "3", '{"model": "a"}', '{"model": "a", "set": {"resident_blocks": 1}}']
+)
 def test_a_note_that_is_none_takes_nothing_back(shown, note):
     made, at_first = shown
     assert fitted.taken_back(made, tuple(at_first.values()), STARTER, note) == {}

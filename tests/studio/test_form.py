@@ -30,10 +30,19 @@ def test_defaults_go_through_the_controls_unchanged(cls):
 def test_changed_values_go_through_too():
     made = everything(TrainingConfig)
     changes = {
-        "learning_rate": 3e-7, "height": 64, "sample_prompts": "a\nb", "data_file_keys": ("image", "mask"), "flip": True,
-        "max_steps": 12, "lora_alpha": 0.5, "caption_dropout": 0.35, "timestep_sampling": "mode", "enable_csv_log": False,
-        "lora_base_model": "text_encoder", "seed": 2**53 - 1,
-    }  # fmt: skip
+        "learning_rate": 3e-7,
+        "height": 64,
+        "sample_prompts": "a\nb",
+        "data_file_keys": ("image", "mask"),
+        "flip": True,
+        "max_steps": 12,
+        "lora_alpha": 0.5,
+        "caption_dropout": 0.35,
+        "timestep_sampling": "mode",
+        "enable_csv_log": False,
+        "lora_base_model": "text_encoder",
+        "seed": 2**53 - 1,
+    }
     config = from_values(TrainingConfig, changes)
     assert form.read(made, form.fill(made, config)) == config
 
@@ -87,7 +96,11 @@ def test_a_slider_is_only_offered_where_it_can_hit_the_default():
 
 def test_what_cannot_be_is_told_for_each_field():
     made = everything(GenerationRequest)
-    values = dict(zip(made.controls, form.fill(made, GenerationRequest()), strict=True)) | {"width": 3, "count": None, "seed": 1.5}
+    values = dict(zip(made.controls, form.fill(made, GenerationRequest()), strict=True)) | {
+        "width": 3,
+        "count": None,
+        "seed": 1.5,
+    }
     found = form.faults(made, list(values.values()))
     assert set(found) == {"width", "count", "seed"}
     assert found["width"] == "Width (px) is 3; the least is 16." and "needs a value" in found["count"]
@@ -100,7 +113,9 @@ def test_only_what_differs_or_is_wanted_is_changed():
     shown = form.fill(made, TrainingConfig())
     config = from_values(TrainingConfig, {"max_steps": 7, "flip": True})
     assert form.differing(made, config, shown) == {"max_steps": 7, "flip": True}
-    changes = dict(zip(made.controls, form.changes(made, {"max_steps": 7, "data_file_keys": ("image", "mask")}), strict=True))
+    changes = dict(
+        zip(made.controls, form.changes(made, {"max_steps": 7, "data_file_keys": ("image", "mask")}), strict=True)
+    )
     assert changes["max_steps"] == 7 and changes["data_file_keys"] == "image\nmask"
     assert [name for name, change in changes.items() if change != gr.skip()] == ["data_file_keys", "max_steps"]
 

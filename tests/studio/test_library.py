@@ -78,18 +78,42 @@ def test_norms_of_other_algorithms(tmp_path):
     down, mid, up = some(2, 5, 1, 1), some(3, 2, 3, 3), some(7, 3, 1, 1)
     a, c, whole = some(4, 6), some(5, 4), some(3, 4)
     tensors = {f"{b}0.q.hada_{name}": value for name, value in zip(("w1_a", "w1_b", "w2_a", "w2_b"), loha, strict=True)}
-    tensors |= {f"{b}0.q.alpha": numpy.array(1.0, "<f4"), f"{b}1.q.lokr_w1": left, f"{b}1.q.alpha": numpy.array([1.0], "<f4")}
-    tensors |= {f"{b}1.q.lokr_w2_a": right_a, f"{b}1.q.lokr_w2_b": right_b, f"{b}2.q.lokr_w1": left, f"{b}2.q.lokr_w2": right_a}
-    tensors |= {f"{b}3.q.lora_down.weight": down, f"{b}3.q.lora_mid.weight": mid, f"{b}3.q.lora_up.weight": up, f"{b}4.q.diff": whole}
-    tensors |= {f"{b}5.q.lora_A.weight": a, f"{b}5.q.lora_B.weight": c, f"{b}5.k.diff": whole, f"{b}6.q.oft_blocks": some(2, 3, 3)}
+    tensors |= {
+        f"{b}0.q.alpha": numpy.array(1.0, "<f4"),
+        f"{b}1.q.lokr_w1": left,
+        f"{b}1.q.alpha": numpy.array([1.0], "<f4"),
+    }
+    tensors |= {
+        f"{b}1.q.lokr_w2_a": right_a,
+        f"{b}1.q.lokr_w2_b": right_b,
+        f"{b}2.q.lokr_w1": left,
+        f"{b}2.q.lokr_w2": right_a,
+    }
+    tensors |= {
+        f"{b}3.q.lora_down.weight": down,
+        f"{b}3.q.lora_mid.weight": mid,
+        f"{b}3.q.lora_up.weight": up,
+        f"{b}4.q.diff": whole,
+    }
+    tensors |= {
+        f"{b}5.q.lora_A.weight": a,
+        f"{b}5.q.lora_B.weight": c,
+        f"{b}5.k.diff": whole,
+        f"{b}6.q.oft_blocks": some(2, 3, 3),
+    }
     said = {"lora_adapter_metadata": json.dumps({"transformer.lora_alpha": 8, "transformer.use_rslora": True})}
-    path = write_safetensors(tmp_path / "a.safetensors", {name: ("F32", value) for name, value in tensors.items()}, said)
+    path = write_safetensors(
+        tmp_path / "a.safetensors", {name: ("F32", value) for name, value in tensors.items()}, said
+    )
     found = dict(block_strengths(path))
     tucker = numpy.einsum("om,mnyx,ni->oiyx", up[:, :, 0, 0], mid, down[:, :, 0, 0])
     wanted = [
-        0.5 * (loha[0] @ loha[1]) * (loha[2] @ loha[3]), 0.5 * numpy.kron(left, right_a @ right_b), numpy.kron(left, right_a),
-        tucker * 8 / 2**0.5, whole,
-    ]  # fmt: skip
+        0.5 * (loha[0] @ loha[1]) * (loha[2] @ loha[3]),
+        0.5 * numpy.kron(left, right_a @ right_b),
+        numpy.kron(left, right_a),
+        tucker * 8 / 2**0.5,
+        whole,
+    ]
     for block, delta in enumerate(wanted):
         assert found[f"{b}{block}"] == pytest.approx(float(numpy.linalg.norm(delta)), rel=1e-4), block
     both = float(numpy.linalg.norm(4 * c @ a)) ** 2 + float(numpy.linalg.norm(whole)) ** 2
@@ -97,15 +121,24 @@ def test_norms_of_other_algorithms(tmp_path):
 
 
 def test_eight_bit_factors_are_read(tmp_path):
-    a, c = numpy.array([[0x38, 0xC0], [0x30, 0x01]], "u1"), numpy.array([[0x40, 0x00], [0x38, 0x38], [0xB8, 0x48]], "u1")
+    a, c = (
+        numpy.array([[0x38, 0xC0], [0x30, 0x01]], "u1"),
+        numpy.array([[0x40, 0x00], [0x38, 0x38], [0xB8, 0x48]], "u1"),
+    )
     values_a, values_c = [[1.0, -2.0], [0.5, 2**-9]], [[2.0, 0.0], [1.0, 1.0], [-1.0, 4.0]]
-    path = write_safetensors(tmp_path / "a.safetensors", {"layers.0.q.lora_A.weight": ("F8_E4M3", a), "layers.0.q.lora_B.weight": ("F8_E4M3", c)})
-    assert dict(block_strengths(path))["layers.0"] == pytest.approx(float(numpy.linalg.norm(numpy.array(values_c) @ values_a)))
+    path = write_safetensors(
+        tmp_path / "a.safetensors",
+        {"layers.0.q.lora_A.weight": ("F8_E4M3", a), "layers.0.q.lora_B.weight": ("F8_E4M3", c)},
+    )
+    assert dict(block_strengths(path))["layers.0"] == pytest.approx(
+        float(numpy.linalg.norm(numpy.array(values_c) @ values_a))
+    )
 
 
 def test_bf16_is_read_and_blocks_are_in_order(tmp_path):
     tensors = {
-        name: ("BF16", (values.view("<u4") >> 16).astype("<u2")) for name, (_, values) in lora_tensors(blocks=12).items()
+        name: ("BF16", (values.view("<u4") >> 16).astype("<u2"))
+        for name, (_, values) in lora_tensors(blocks=12).items()
     }
     found = block_strengths(write_safetensors(tmp_path / "a.safetensors", tensors))
     assert [name for name, _ in found] == [f"transformer_blocks.{i}" for i in range(12)]
@@ -273,5 +306,7 @@ def test_a_lora_of_another_model_that_is_here_is_said_to_be_so(studio, tmp_path)
     said = shelf.other_base(spec, "my-model", studio)
     assert said == "cat was trained on loft/starter; the model chosen here is my-model."
     assert not shelf.other_base(spec, "loft/starter", studio)
-    assert not shelf.other_base(replace(spec, base="Qwen/Qwen-Image"), "my-model", studio), "it may be a copy of that, by another name"
+    assert not shelf.other_base(replace(spec, base="Qwen/Qwen-Image"), "my-model", studio), (
+        "it may be a copy of that, by another name"
+    )
     assert not shelf.other_base(None, "my-model", studio)

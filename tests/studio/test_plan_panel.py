@@ -67,7 +67,9 @@ def test_what_a_receipt_will_call_predicted_is_in_the_plan(studio):
     request = GenerationRequest(width=128, height=128)
     sizes, card = plan_panel.sizes_of_model(studio, request.model)[0], plan_panel.this_card(studio)
     found = plan_panel.estimate(studio, request.model, request, what_if="")
-    alive = foresee.live_bytes(found.plan, sizes, work_of_request(request, sizes, computing=computing_of(card)), fixed_of(card))
+    alive = foresee.live_bytes(
+        found.plan, sizes, work_of_request(request, sizes, computing=computing_of(card)), fixed_of(card)
+    )
     assert f"Tensors are {size_words(max(alive.values()))} of it" in plan_panel.panel(found, what_if="")
 
 
@@ -89,7 +91,12 @@ def test_what_the_last_run_took_is_told_beside_what_was_predicted(studio):
     card, before = plan_panel.this_card(studio), plan_panel.answers(studio)
     assert "Last time" not in train.plan_of(studio, config, "")
     learnt.remember(
-        studio.places.user / "measured.json", card, "qwen_image", kind=learnt.kind_of(config), predicted_bytes=3 * 2**30, measured_bytes=2**31
+        studio.places.user / "measured.json",
+        card,
+        "qwen_image",
+        kind=learnt.kind_of(config),
+        predicted_bytes=3 * 2**30,
+        measured_bytes=2**31,
     )
     assert plan_panel.answers(studio) != before
     assert "Last time: predicted 3.0 GB, measured 2.0 GB." in train.plan_of(studio, config, "")
@@ -124,7 +131,12 @@ def test_the_use_graph_says_what_it_shows():
 def test_a_whole_process_is_not_held_against_a_prediction_of_weights():
     html = graph([(0.0, 1e9), (1.0, 2e9)], Use(1.0, int(2e9), 0, 2**30, with_libraries=True), predicted=3e9)
     assert "predicted" not in html and "1.9 GB in use, with libraries" in html
-    html = graph([(0.0, 1e9), (1.0, 2e9)], Use(1.0, int(2e9), 0, 2**30, with_libraries=True), predicted=3e9, told={"libraries_bytes": 2**30})
+    html = graph(
+        [(0.0, 1e9), (1.0, 2e9)],
+        Use(1.0, int(2e9), 0, 2**30, with_libraries=True),
+        predicted=3e9,
+        told={"libraries_bytes": 2**30},
+    )
     assert "predicted peak 3.8 GB, both with libraries" in html and 'class="predicted"' in html
 
 

@@ -18,7 +18,13 @@ def test_there_are_presets_with_a_sentence_each():
 
 @pytest.mark.parametrize("preset", SHIPPED, ids=lambda preset: preset.name)
 def test_a_preset_keeps_what_is_trained_and_is_recognised(preset):
-    mine = {"name": "cat", "dataset_base_path": "/pictures", "sample_prompts": "a cat", "trigger_word": "zork", "flip": True}
+    mine = {
+        "name": "cat",
+        "dataset_base_path": "/pictures",
+        "sample_prompts": "a cat",
+        "trigger_word": "zork",
+        "flip": True,
+    }
     values = to_values(presets.apply(preset, from_values(TrainingConfig, mine)))
     assert {name: values[name] for name in mine if name != "flip"} == {n: v for n, v in mine.items() if n != "flip"}
     assert values["flip"] == preset.values.get("flip", False)

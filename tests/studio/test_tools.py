@@ -18,7 +18,10 @@ OUT = Path("/loras")
 def test_fields_become_arguments():
     values = {"file": "/a.safetensors", "layout": "kohya", "rank": 8, "energy": None}
     words, out = tools.arguments("Convert to another layout", "b", False, values, OUT)
-    assert words == ["convert", "/a.safetensors", "/loras/b.safetensors", "--layout", "kohya"] and out == OUT / "b.safetensors"
+    assert (
+        words == ["convert", "/a.safetensors", "/loras/b.safetensors", "--layout", "kohya"]
+        and out == OUT / "b.safetensors"
+    )
     words, _ = tools.arguments("Make smaller", "b.safetensors", True, values, OUT)
     assert words[:2] == ["resize", "--overwrite"] and words[-4:] == ["--rank", "8", "--layout", "kohya"]
     values = {"files": ["/a", "/b"], "strengths": "1, -0.5", "layout": "comfyui"}

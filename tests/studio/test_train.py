@@ -24,7 +24,9 @@ def live_run(data):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"model": "loft/starter", "max_pixels": 16384}')
     (folder / "process.json").write_text(processes.to_text(processes.this_process()))
-    (folder / "events.jsonl").write_text(to_line("memory", ram_bytes=2**30, libraries_bytes=2**29) + to_line("memory", ram_bytes=2**30))
+    (folder / "events.jsonl").write_text(
+        to_line("memory", ram_bytes=2**30, libraries_bytes=2**29) + to_line("memory", ram_bytes=2**30)
+    )
     return folder
 
 
@@ -56,9 +58,15 @@ def test_a_machine_with_several_cards_may_train_on_all_of_them(data, monkeypatch
     def offered() -> bool:
         with gr.Blocks() as page:
             train.build(Studio(data, Engine(data, fake=True), FAMILIES))
-        return any(getattr(block, "elem_id", None) == "knob-devices" or getattr(block, "label", "") == "Devices" for block in page.blocks.values())
+        return any(
+            getattr(block, "elem_id", None) == "knob-devices" or getattr(block, "label", "") == "Devices"
+            for block in page.blocks.values()
+        )
 
     assert not offered()
-    cards = tuple(Card(name="RTX 4090", device=f"cuda:{number}", total_bytes=24 * 2**30, free_bytes=23 * 2**30) for number in range(2))
+    cards = tuple(
+        Card(name="RTX 4090", device=f"cuda:{number}", total_bytes=24 * 2**30, free_bytes=23 * 2**30)
+        for number in range(2)
+    )
     monkeypatch.setattr(train.card, "probe", lambda **_: cards)
     assert offered()

@@ -42,7 +42,12 @@ def test_a_run_says_what_its_tensors_took_beside_what_was_predicted():
 def test_the_strip_says_who_has_the_card():
     card = Card("cuda:0", "RTX", 12 * GIB, 9 * GIB, ram_total_bytes=32 * GIB, ram_free_bytes=20 * GIB)
     idle = text(engine_view.strip(EngineSnapshot(state="idle"), [card], []))
-    assert "RTX" in idle and "3.0 GB used, 9.0 GB free" in idle and "12.0 GB used, 20.0 GB free" in idle and "ready" in idle
+    assert (
+        "RTX" in idle
+        and "3.0 GB used, 9.0 GB free" in idle
+        and "12.0 GB used, 20.0 GB free" in idle
+        and "ready" in idle
+    )
     assert "Training red-cat, step 30 of 120" in text(engine_view.strip(EngineSnapshot(), [card], [RUN]))
     job = Job("1", GenerationRequest(), phase="generating", step=3, steps=12)
     assert "Generating, step 3 of 12" in text(engine_view.strip(EngineSnapshot(job=job), [card], []))
@@ -60,7 +65,10 @@ def test_work_waiting_and_trouble_are_told():
 
 def test_waiting_requests_of_one_prompt_are_told_apart():
     same = GenerationRequest(prompt="a cat", seed=1, width=128)
-    queue = (Waiting("1", same, submitted_at=3600.0), Waiting("2", replace(same, seed=2, width=192), submitted_at=3661.0))
+    queue = (
+        Waiting("1", same, submitted_at=3600.0),
+        Waiting("2", replace(same, seed=2, width=192), submitted_at=3661.0),
+    )
     said = text(engine_view.progress_panel(EngineSnapshot(queue=queue)))
     assert re.search(r"1 a cat \d\d:00:00, Width 128, Seed 1 .* 2 a cat \d\d:01:01, Width 192, Seed 2", said)
     said = text(engine_view.progress_panel(EngineSnapshot(queue=(queue[0], replace(queue[0], id="3")))))
@@ -69,7 +77,9 @@ def test_waiting_requests_of_one_prompt_are_told_apart():
 
 def test_failed_requests_are_told_one_by_one_each_with_a_second_try():
     trouble = Trouble("died", "The engine ended.", hint="Try again.")
-    failed = tuple(Answer(str(n), GenerationRequest(prompt=f"prompt {n}"), trouble=trouble, ended_at=60.0) for n in range(5))
+    failed = tuple(
+        Answer(str(n), GenerationRequest(prompt=f"prompt {n}"), trouble=trouble, ended_at=60.0) for n in range(5)
+    )
     html = engine_view.progress_panel(EngineSnapshot(failed=failed, trouble=trouble))
     assert html.count("The engine ended.") == 3 and "prompt 4" in html and "2 more failed" in html
     assert re.findall(r'data-do="(\w+)" data-what="(\d*)"', html)[:2] == [("again", "4"), ("dismiss", "4")]
@@ -153,7 +163,13 @@ def test_the_curve_of_a_long_run_begins_where_it_can_be_seen():
 
 
 def test_numbers_are_said_as_people_say_them():
-    assert [words.size_words(n) for n in (0, 999, 1536, 20 * 2**20, 1.5 * GIB)] == ["0 B", "999 B", "1.5 KB", "20 MB", "1.5 GB"]
+    assert [words.size_words(n) for n in (0, 999, 1536, 20 * 2**20, 1.5 * GIB)] == [
+        "0 B",
+        "999 B",
+        "1.5 KB",
+        "20 MB",
+        "1.5 GB",
+    ]
     assert [words.time_words(s) for s in (0.2, 8, 125, 4800)] == ["0 s", "8 s", "2 min 05 s", "1 h 20 min"]
     assert [words.pace_words(s) for s in (0, 0.456, 12)] == ["–", "0.46 s", "12 s"]
     assert words.count_words(1, "run") == "1 run" and words.count_words(2, "run") == "2 runs"
@@ -161,7 +177,9 @@ def test_numbers_are_said_as_people_say_them():
 
 def test_the_sentence_at_a_field_cannot_break_out_of_its_style():
     html = words.faults_style({"width": 'is "x"</style><script>\\'}, prefix="set-")
-    assert html.startswith("<style>#set-width::after") and html.count("<") == 4  # the style and the paragraph, opened and closed
+    assert (
+        html.startswith("<style>#set-width::after") and html.count("<") == 4
+    )  # the style and the paragraph, opened and closed
     assert words.faults_style({}, prefix="set-") == ""
 
 

@@ -36,7 +36,14 @@ def tiny_edit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three samples in a table: two edited from one picture of their own size, one from two of other proportions."""
     folder = tmp_path_factory.mktemp("pairs")
-    for name, size in {"a": (64, 64), "b": (64, 64), "c": (64, 64), "wide": (96, 48), "old_a": (64, 64), "old_b": (64, 64)}.items():
+    for name, size in {
+        "a": (64, 64),
+        "b": (64, 64),
+        "c": (64, 64),
+        "wide": (96, 48),
+        "old_a": (64, 64),
+        "old_b": (64, 64),
+    }.items():
         picture = Image.linear_gradient("L").resize(size).convert("RGB")
         ImageDraw.Draw(picture).ellipse((4, 8, 28, 40), fill=(10 * sum(map(ord, name)) % 255, 90, 160))
         picture.save(folder / f"{name}.png")

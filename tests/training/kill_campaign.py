@@ -27,9 +27,36 @@ from safetensors.torch import load_file
 from backend.training.checkpoint import list_states, load_state, step_of
 
 STEPS, SAVE_STEPS = 9, 3
-FLAGS = ("--max_pixels", "4096", "--lora_rank", "4", "--learning_rate", "1e-3", "--max_steps", str(STEPS), "--save_steps", str(SAVE_STEPS),
-         "--lora_dropout", "0.1", "--save_dtype", "float32", "--sample_prompts", "a ball", "--sample_inference_steps", "2",
-         "--sample_width", "32", "--sample_height", "32", "--sample_every", "3", "--batch_size", "2", "--ema_decay", "0.9")  # fmt: skip
+FLAGS = (
+    "--max_pixels",
+    "4096",
+    "--lora_rank",
+    "4",
+    "--learning_rate",
+    "1e-3",
+    "--max_steps",
+    str(STEPS),
+    "--save_steps",
+    str(SAVE_STEPS),
+    "--lora_dropout",
+    "0.1",
+    "--save_dtype",
+    "float32",
+    "--sample_prompts",
+    "a ball",
+    "--sample_inference_steps",
+    "2",
+    "--sample_width",
+    "32",
+    "--sample_height",
+    "32",
+    "--sample_every",
+    "3",
+    "--batch_size",
+    "2",
+    "--ema_decay",
+    "0.9",
+)
 
 
 def make_pictures(folder: Path) -> Path:
@@ -50,7 +77,17 @@ def train(model: Path, pictures: Path, output: Path, *flags: str) -> int:
 
     resume = ("--resume_from_checkpoint", "latest") if (output / "events.jsonl").exists() else ()
     return main(
-        ["--model", str(model), "--dataset_base_path", str(pictures), "--output_path", str(output), *FLAGS, *resume, *flags]
+        [
+            "--model",
+            str(model),
+            "--dataset_base_path",
+            str(pictures),
+            "--output_path",
+            str(output),
+            *FLAGS,
+            *resume,
+            *flags,
+        ]
     )
 
 

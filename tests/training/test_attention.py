@@ -14,15 +14,28 @@ def transformer():
     from diffusers import QwenImageTransformer2DModel
 
     torch.manual_seed(0)
-    return QwenImageTransformer2DModel(num_layers=2, num_attention_heads=2, attention_head_dim=16, axes_dims_rope=(4, 6, 6),
-                                       in_channels=16, out_channels=4, joint_attention_dim=24)  # fmt: skip
+    return QwenImageTransformer2DModel(
+        num_layers=2,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        axes_dims_rope=(4, 6, 6),
+        in_channels=16,
+        out_channels=4,
+        joint_attention_dim=24,
+    )
 
 
 def run(model, mask):
     random = torch.Generator().manual_seed(1)
     x, text = torch.randn(3, 12, 16, generator=random), torch.randn(3, 5, 24, generator=random)
-    return model(hidden_states=x, encoder_hidden_states=text, encoder_hidden_states_mask=mask, timestep=torch.rand(3, generator=random),
-                 img_shapes=[[(1, 3, 4)]] * 3, return_dict=False)[0]  # fmt: skip
+    return model(
+        hidden_states=x,
+        encoder_hidden_states=text,
+        encoder_hidden_states_mask=mask,
+        timestep=torch.rand(3, generator=random),
+        img_shapes=[[(1, 3, 4)]] * 3,
+        return_dict=False,
+    )[0]
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -90,7 +90,13 @@ def test_runs_killed_thirty_times_lose_little_and_end_as_the_uninterrupted(tmp_p
     done = subprocess.run(argv, env=environment, cwd=PROJECT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout.splitlines()[-1])
-    assert counts["most_lost"] <= 3 and counts["rounds"] == 30 and counts["complete"] >= 1 and counts["inside"] >= 3 and len(counts["phases"]) >= 3
+    assert (
+        counts["most_lost"] <= 3
+        and counts["rounds"] == 30
+        and counts["complete"] >= 1
+        and counts["inside"] >= 3
+        and len(counts["phases"]) >= 3
+    )
 
 
 def test_what_is_to_be_saved_is_saved_where_no_thread_can_be_started(tmp_path: Path, monkeypatch):

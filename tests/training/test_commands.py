@@ -36,7 +36,9 @@ def launch(data):
 
     def start(argv: list[str]) -> psutil.Popen:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        if "backend.training" in argv or "tests.training.several" in argv:  # by name; a script finds its project by itself
+        if (
+            "backend.training" in argv or "tests.training.several" in argv
+        ):  # by name; a script finds its project by itself
             environment["PYTHONPATH"] = str(PROJECT)
         log = (data.root / f"log-{len(children)}.txt").open("wb")
         children.append(psutil.Popen(argv, cwd=data.root, env=environment, stdout=log, stderr=subprocess.STDOUT))
@@ -73,11 +75,36 @@ def wait_for_step(folder: Path, step: int, child: psutil.Popen, *, seconds: floa
 
 def documented(dataset: Path, model: str = "loft/starter", epochs: int = 5) -> list[str]:
     """The LoRA command of the documents; a metadata file beside the pictures, as there."""
-    return ["--dataset_base_path", str(dataset), "--dataset_metadata_path", str(dataset / "metadata.csv"), "--max_pixels", "16384",
-            "--dataset_repeat", "2", "--model_id_with_origin_paths", FILES.replace("MODEL", model), "--learning_rate", "1e-4", "--num_epochs", str(epochs),
-            "--remove_prefix_in_ckpt", "pipe.dit.", "--output_path", "./models/train/my_lora", "--lora_base_model", "dit",
-            "--lora_target_modules", TARGETS, "--lora_rank", "32", "--use_gradient_checkpointing", "--dataset_num_workers", "2",
-            "--find_unused_parameters"]  # fmt: skip
+    return [
+        "--dataset_base_path",
+        str(dataset),
+        "--dataset_metadata_path",
+        str(dataset / "metadata.csv"),
+        "--max_pixels",
+        "16384",
+        "--dataset_repeat",
+        "2",
+        "--model_id_with_origin_paths",
+        FILES.replace("MODEL", model),
+        "--learning_rate",
+        "1e-4",
+        "--num_epochs",
+        str(epochs),
+        "--remove_prefix_in_ckpt",
+        "pipe.dit.",
+        "--output_path",
+        "./models/train/my_lora",
+        "--lora_base_model",
+        "dit",
+        "--lora_target_modules",
+        TARGETS,
+        "--lora_rank",
+        "32",
+        "--use_gradient_checkpointing",
+        "--dataset_num_workers",
+        "2",
+        "--find_unused_parameters",
+    ]
 
 
 @pytest.fixture
@@ -113,7 +140,9 @@ def test_the_documented_command_killed_and_gone_on_with_by_the_script_is_the_uni
         child = launch([*LAUNCH, str(PROJECT / "train.py"), *flags, "--resume_from_checkpoint", "latest"])
     assert child.wait(600) == 0, log(data, 1)
     assert (data.root / "cache" / "encodings").is_dir()
-    assert steps(out)[-1] == 6 * epochs and {path.name for path in out.glob("epoch-*")} == {f"epoch-{n}.safetensors" for n in range(epochs)}
+    assert steps(out)[-1] == 6 * epochs and {path.name for path in out.glob("epoch-*")} == {
+        f"epoch-{n}.safetensors" for n in range(epochs)
+    }
     whole = data.root / "models" / "train" / "whole"
     assert run_training.as_typed([*flags, "--output_path", str(whole)]) == 0
     last = f"epoch-{epochs - 1}.safetensors"
@@ -125,7 +154,15 @@ def test_the_documented_command_killed_and_gone_on_with_by_the_script_is_the_uni
 
 
 WHOLE = ("--trainable_models", "dit,text_encoder", "--customized_optimizer", "muon")
-SPREAD = ("--trainable_models", "dit", "--use_gradient_checkpointing", "--ema_decay", "0.9", "--gradient_accumulation_steps", "2")
+SPREAD = (
+    "--trainable_models",
+    "dit",
+    "--use_gradient_checkpointing",
+    "--ema_decay",
+    "0.9",
+    "--gradient_accumulation_steps",
+    "2",
+)
 LAST = Path("checkpoints/step-000004/weights.safetensors")
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
 
@@ -135,23 +172,68 @@ def test_two_processes_train_as_one_with_twice_the_turns(
 ):
     """Whole weights, a LoRA beside offloaded ones, one of a model that edits, weights spread by FSDP; a save that does not end holds them up, and the first cause of a
     failure is said once."""
-    shared = ["--model", str(tiny_qwen), "--dataset_base_path", str(pictures), "--max_pixels", "4096", "--max_steps", "4", "--lora_rank", "4",
-              "--mixed_precision", "no", "--learning_rate", "1e-3", "--save_dtype", "float32"]  # fmt: skip
-    editing = ["--model", str(tiny_edit), "--dataset_base_path", str(pairs), "--dataset_metadata_path", str(pairs / "m.json"), "--max_steps", "2"]
+    shared = [
+        "--model",
+        str(tiny_qwen),
+        "--dataset_base_path",
+        str(pictures),
+        "--max_pixels",
+        "4096",
+        "--max_steps",
+        "4",
+        "--lora_rank",
+        "4",
+        "--mixed_precision",
+        "no",
+        "--learning_rate",
+        "1e-3",
+        "--save_dtype",
+        "float32",
+    ]
+    editing = [
+        "--model",
+        str(tiny_edit),
+        "--dataset_base_path",
+        str(pairs),
+        "--dataset_metadata_path",
+        str(pairs / "m.json"),
+        "--max_steps",
+        "2",
+    ]
     runs = {
         "whole": {"flags": WHOLE},
         "offloaded": {"flags": ["--enable_model_cpu_offload"]},
         "editing": {"flags": editing},
         "spread": {"flags": (*SPREAD, "--save_steps", "2", *Held.flags), "environment": FSDP},
-        "resumed": {"flags": (*SPREAD, "--resume_from_checkpoint", str(data.root / "spread/checkpoints/step-000002")), "environment": FSDP},
+        "resumed": {
+            "flags": (*SPREAD, "--resume_from_checkpoint", str(data.root / "spread/checkpoints/step-000002")),
+            "environment": FSDP,
+        },
         "dropping": {"flags": ["--lora_dropout", "0.3", "--save_steps", "2", *Held.flags]},
-        "dropped": {"flags": ["--lora_dropout", "0.3", "--resume_from_checkpoint", str(data.root / "dropping/checkpoints/step-000002")]},
+        "dropped": {
+            "flags": [
+                "--lora_dropout",
+                "0.3",
+                "--resume_from_checkpoint",
+                str(data.root / "dropping/checkpoints/step-000002"),
+            ]
+        },
         "failing": {"flags": ["--dataset_base_path", str(tmp_path)]},
     }
     for name, run in runs.items():
         run["flags"] = [*shared, *run["flags"], "--output_path", str(data.root / name)]
     (data.root / "runs.json").write_text(json.dumps(list(runs.values())))
-    several = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    several = [
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+    ]
     held = {name: Held(data.root / name) for name in ("spread", "dropping")}
     child = launch([*LAUNCH, *several, "-m", "tests.training.several", str(data.root / "runs.json")])
     for name, saving in held.items():
@@ -164,15 +246,28 @@ def test_two_processes_train_as_one_with_twice_the_turns(
 
     for name, flags, turns in (("whole", WHOLE, 2), ("offloaded", (), 2), ("spread", SPREAD, 4)):
         one, two = data.root / f"one-{name}", data.root / name
-        assert run_training.as_typed([*shared, *flags, "--gradient_accumulation_steps", str(turns), "--output_path", str(one)]) == 0
+        assert (
+            run_training.as_typed(
+                [*shared, *flags, "--gradient_accumulation_steps", str(turns), "--output_path", str(one)]
+            )
+            == 0
+        )
         assert losses(two) == pytest.approx(losses(one), rel=1e-4), name
         results = [load_file(max(run.glob("*.safetensors"))) for run in (two, one)]
         assert shapes(results[0]) == shapes(results[1]), name
         first, second = (load_file(run / LAST) for run in (two, one))
         assert all(torch.allclose(first[key], second[key], rtol=1e-3, atol=1e-5) for key in first), name
-    assert run_training.as_typed([*shared, *editing, "--gradient_accumulation_steps", "2", "--output_path", str(data.root / "one-editing")]) == 0
+    assert (
+        run_training.as_typed(
+            [*shared, *editing, "--gradient_accumulation_steps", "2", "--output_path", str(data.root / "one-editing")]
+        )
+        == 0
+    )
     assert losses(data.root / "editing") == pytest.approx(losses(data.root / "one-editing"), rel=1e-4)
-    for pair in (("spread", "resumed"), ("dropping", "dropped")):  # gone on with, every process with its own random state
+    for pair in (
+        ("spread", "resumed"),
+        ("dropping", "dropped"),
+    ):  # gone on with, every process with its own random state
         whole, resumed = (load_file(data.root / run / LAST) for run in pair)
         assert all(torch.equal(whole[key], resumed[key]) for key in whole), pair
 
@@ -189,8 +284,25 @@ def losses(run: Path) -> list[float]:
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM to catch")
 def test_a_polite_end_saves_first(launch, data, tiny_qwen: Path, pictures: Path):
     out = data.root / "run"
-    child = launch([sys.executable, "-m", "backend.training", "--model", str(tiny_qwen), "--dataset_base_path", str(pictures),
-                    "--max_pixels", "4096", "--max_steps", "100000", "--save_steps", "100000", "--output_path", str(out)])  # fmt: skip
+    child = launch(
+        [
+            sys.executable,
+            "-m",
+            "backend.training",
+            "--model",
+            str(tiny_qwen),
+            "--dataset_base_path",
+            str(pictures),
+            "--max_pixels",
+            "4096",
+            "--max_steps",
+            "100000",
+            "--save_steps",
+            "100000",
+            "--output_path",
+            str(out),
+        ]
+    )
     wait_for_step(out, 2, child)
     child.terminate()
     assert child.wait(120) == 0, log(data)
@@ -212,7 +324,9 @@ def test_what_is_wrong_is_said_before_torch_is_loaded(launch, data):
 def test_a_folder_that_cannot_be_had_is_said_and_left_alone(tmp_path, capsys):
     busy = tmp_path / "busy"
     busy.mkdir()
-    with psutil.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:  # stands for a run that is at work there
+    with psutil.Popen(
+        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE
+    ) as other:  # stands for a run that is at work there
         record = json.dumps({"pid": other.pid, "created": other.create_time()})
         (busy / "process.json").write_text(record, encoding="utf-8")
         assert main(["--dataset_base_path", "x", "--output_path", str(busy)]) == 2

@@ -42,9 +42,15 @@ def test_a_folder_of_pictures_with_captions(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("encoding", "text"),
-    [("utf-8", "ein grüner Würfel"), ("utf-8-sig", "ein grüner Würfel"), ("utf-16", "ein grüner Würfel"),
-     ("cp1252", "ein grüner Würfel"), ("gb18030", "一只红色的猫坐在桌子上"), ("utf-16-le", "ein grüner Würfel")],
-)  # fmt: skip
+    [
+        ("utf-8", "ein grüner Würfel"),
+        ("utf-8-sig", "ein grüner Würfel"),
+        ("utf-16", "ein grüner Würfel"),
+        ("cp1252", "ein grüner Würfel"),
+        ("gb18030", "一只红色的猫坐在桌子上"),
+        ("utf-16-le", "ein grüner Würfel"),
+    ],
+)
 def test_captions_in_other_encodings_are_read_and_the_encoding_said(tmp_path: Path, encoding: str, text: str):
     picture(tmp_path / "a.png").with_suffix(".txt").write_bytes(text.encode(encoding))
     data = read(tmp_path)
@@ -84,7 +90,10 @@ def test_a_prompt_may_be_a_list_of_which_one_is_drawn(tmp_path: Path):
         ('[{"image": "a.png"}]', "no column `prompt`"),
         ('[{"image": "gone.png", "prompt": "x"}]', "gone.png does not exist"),
         ('[{"image": "a.png", "prompt": 3}]', "neither text nor a list"),
-        ('[{"image": "a.png", "prompt": "x"}, {"image": " ", "prompt": "x"}]', "Row 2 of m.json names no picture: its image is empty"),
+        (
+            '[{"image": "a.png", "prompt": "x"}, {"image": " ", "prompt": "x"}]',
+            "Row 2 of m.json names no picture: its image is empty",
+        ),
         ('[{"image": ["a.png"], "prompt": "x"}]', "['a.png'] under image, which is no file's name"),
     ],
 )
@@ -207,7 +216,10 @@ def table(folder: Path, *rows: dict) -> str:
 def test_pictures_that_samples_are_edited_from(tmp_path: Path):
     for name, size in (("a.png", (32, 24)), ("b.png", (48, 16)), ("c/d.png", (20, 20))):
         picture(tmp_path / name, size)
-    one, several = {"image": "a.png", "prompt": "x", "edit_image": "b.png"}, {"image": "b.png", "prompt": "y", "edit_image": ["a.png", "c/d.png"]}  # fmt: skip
+    one, several = (
+        {"image": "a.png", "prompt": "x", "edit_image": "b.png"},
+        {"image": "b.png", "prompt": "y", "edit_image": ["a.png", "c/d.png"]},
+    )
     named = {"dataset_metadata_path": table(tmp_path, one, several), "data_file_keys": ("image", "edit_image")}
     section = replace(DatasetSection(), dataset_base_path=str(tmp_path), **named)
     first, second = read_dataset(section, edits=True).items
@@ -255,20 +267,33 @@ def test_a_sample_whose_picture_to_edit_is_broken_is_left_out_when_asked(tmp_pat
 def test_a_plain_folder_cannot_say_what_its_pictures_are_edited_from(tmp_path: Path):
     picture(tmp_path / "a.png")
     (tmp_path / "pairs.jsonl").write_text("")
-    with pytest.raises(Trouble, match=r"columns image, prompt and edit_image \(--dataset_metadata_path\); there is pairs.jsonl"):
+    with pytest.raises(
+        Trouble, match=r"columns image, prompt and edit_image \(--dataset_metadata_path\); there is pairs.jsonl"
+    ):
         read_dataset(replace(DatasetSection(), dataset_base_path=str(tmp_path)), edits=True)
 
 
-@pytest.mark.parametrize("text", ["[" * 100000, '[{"image": "a.png", "prompt": "x", "seed": "²"}]', '[{"image": "a.png", "prompt": "x", "seed": 9223372036854775808}]'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100000,
+        '[{"image": "a.png", "prompt": "x", "seed": "²"}]',
+        '[{"image": "a.png", "prompt": "x", "seed": 9223372036854775808}]',
+    ],
+)
 def test_a_table_that_is_none_is_a_sentence(tmp_path: Path, text: str):
     picture(tmp_path / "a.png")
     (tmp_path / "m.json").write_text(text, encoding="utf-8")
     with pytest.raises(Trouble, match=r"nested too deeply|not a whole number"):
-        read_dataset(replace(DatasetSection(), dataset_base_path=str(tmp_path), dataset_metadata_path=str(tmp_path / "m.json")))
+        read_dataset(
+            replace(DatasetSection(), dataset_base_path=str(tmp_path), dataset_metadata_path=str(tmp_path / "m.json"))
+        )
 
 
 def test_a_caption_in_jsonl_may_hold_other_ends_of_lines(tmp_path: Path):
     picture(tmp_path / "a.png")
     (tmp_path / "m.jsonl").write_bytes('{"image": "a.png", "prompt": "x\u2028\x85y"}\r\n\r\n'.encode())
-    section = replace(DatasetSection(), dataset_base_path=str(tmp_path), dataset_metadata_path=str(tmp_path / "m.jsonl"))
+    section = replace(
+        DatasetSection(), dataset_base_path=str(tmp_path), dataset_metadata_path=str(tmp_path / "m.jsonl")
+    )
     assert read_dataset(section).items[0].captions == ("x\u2028\x85y",)

@@ -59,9 +59,17 @@ class Painter:
 
         towards, away = self.family.encode_text(self.parts, [prompt, " "])
         return draw_latents(
-            self.family, self.parts, self.base.spec.scheduler, [towards] * len(SEEDS), [away] * len(SEEDS), seeds=SEEDS, steps=8, guidance=3.0,
-            size=(128, 128), dtype=torch.bfloat16,
-        ).float()  # fmt: skip
+            self.family,
+            self.parts,
+            self.base.spec.scheduler,
+            [towards] * len(SEEDS),
+            [away] * len(SEEDS),
+            seeds=SEEDS,
+            steps=8,
+            guidance=3.0,
+            size=(128, 128),
+            dtype=torch.bfloat16,
+        ).float()
 
     @torch.no_grad()
     def set_latents(self, folder: Path) -> torch.Tensor:

@@ -26,7 +26,14 @@ print(status, "torch" in sys.modules or "accelerate" in sys.modules)
 def test_a_dataset_that_cannot_be_read_is_told_without_torch(data, tmp_path: Path):
     Image.new("RGB", (16, 16)).save(tmp_path / "a.png")
     (tmp_path / "m.csv").write_text("image,prompt\na.png,x\n,y\n")
-    argv = ["--dataset_base_path", tmp_path, "--dataset_metadata_path", tmp_path / "m.csv", "--output_path", tmp_path / "run"]
+    argv = [
+        "--dataset_base_path",
+        tmp_path,
+        "--dataset_metadata_path",
+        tmp_path / "m.csv",
+        "--output_path",
+        tmp_path / "run",
+    ]
     done = subprocess.run([sys.executable, "-c", SCRIPT, *map(str, argv)], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["2", "False"]
     assert done.stderr == (
@@ -60,15 +67,21 @@ def test_a_start_that_comes_to_nothing_leaves_the_older_runs_states_where_they_w
         ({"dataset_base_path": "nowhere"}, "The dataset folder nowhere does not exist"),
         ({"dataset_base_path": "set", "dataset_metadata_path": "m.csv"}, "The metadata file m.csv holds no rows"),
         ({"dataset_base_path": "set", "dataset_metadata_path": "gone.csv"}, "gone.csv does not exist"),
-        ({"dataset_base_path": "set", "extra_inputs": "edit_image"}, "Nothing says which pictures those in set are edited from"),
+        (
+            {"dataset_base_path": "set", "extra_inputs": "edit_image"},
+            "Nothing says which pictures those in set are edited from",
+        ),
         ({"dataset_base_path": "gone", "task": "sft:train"}, "The folder of encodings 'gone' does not exist"),
         ({"dataset_base_path": "set", "regularisation_path": "gone"}, "The folder gone does not exist"),
-        ({"resume_from_checkpoint": "nowhere"}, "There is no saved state nowhere (--resume_from_checkpoint). A state is a folder such as"),
+        (
+            {"resume_from_checkpoint": "nowhere"},
+            "There is no saved state nowhere (--resume_from_checkpoint). A state is a folder such as",
+        ),
         ({"resume_from_checkpoint": "gone.safetensors"}, "There is no file gone.safetensors"),
         ({"lora_checkpoint": "gone.safetensors"}, "There is no LoRA file gone.safetensors (--lora_checkpoint)"),
         ({"preset_lora_path": "gone.safetensors"}, "There is no LoRA file gone.safetensors (--preset_lora_path)"),
     ],
-)  # fmt: skip
+)
 def test_what_is_looked_for(tmp_path: Path, monkeypatch, values: dict, words: str):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "set").mkdir()

@@ -20,7 +20,13 @@ BASE = ("--max_steps", 2, "--save_dtype", "float32")
 
 @pytest.fixture
 def train(run_training, tiny_edit: Path, pairs: Path):
-    def run(output: Path, *flags, model: Path = tiny_edit, dataset: Path | None = pairs, table: Path | None = pairs / "m.json") -> int:
+    def run(
+        output: Path,
+        *flags,
+        model: Path = tiny_edit,
+        dataset: Path | None = pairs,
+        table: Path | None = pairs / "m.json",
+    ) -> int:
         named = ("--dataset_metadata_path", table) if table else ()
         return run_training(output, *BASE, *named, *flags, model=model, dataset=dataset)
 
@@ -46,13 +52,20 @@ def by_hand(model: Path, folder: Path, places: list[int]) -> float:
 
     spec = identify_model(model, FAMILIES)
     parts = {name: load_part(spec.parts[name], dtype=torch.float32) for name in ("text_encoder", "vision")}
-    parts |= {"tokenizer": qwen_image.load_tokenizer(spec.tokenizer), "processor": qwen_image.load_processor(spec.processor, spec.variant)}
+    parts |= {
+        "tokenizer": qwen_image.load_tokenizer(spec.tokenizer),
+        "processor": qwen_image.load_processor(spec.processor, spec.variant),
+    }
     vae = AutoencoderKLQwenImage.from_pretrained(model / "vae")
     dit = QwenImageTransformer2DModel.from_pretrained(model / "transformer")
-    mean, std = (torch.tensor(value).view(1, -1, 1, 1, 1) for value in (vae.config.latents_mean, vae.config.latents_std))
+    mean, std = (
+        torch.tensor(value).view(1, -1, 1, 1, 1) for value in (vae.config.latents_mean, vae.config.latents_std)
+    )
 
     def latents(picture: Image.Image) -> torch.Tensor:
-        values = torch.tensor(list(picture.convert("RGB").getdata()), dtype=torch.float32).view(picture.height, picture.width, 3)
+        values = torch.tensor(list(picture.convert("RGB").getdata()), dtype=torch.float32).view(
+            picture.height, picture.width, 3
+        )
         pixels = (values / 127.5 - 1).permute(2, 0, 1)[None, :, None]
         return ((vae.encode(pixels).latent_dist.mode() - mean) / std)[:, :, 0]
 
@@ -79,8 +92,13 @@ def by_hand(model: Path, folder: Path, places: list[int]) -> float:
             x = (1 - sigma) * target + sigma * draws.noise
             tokens = torch.cat([packed(one) for one in (x, *references)], dim=1)
             shapes = [[(1, one.shape[2] // 2, one.shape[3] // 2) for one in (x, *references)]]
-            velocity = dit(hidden_states=tokens, timestep=draws.sigma, encoder_hidden_states=embeds, img_shapes=shapes,
-                           encoder_hidden_states_mask=torch.ones(embeds.shape[:2], dtype=torch.bool)).sample  # fmt: skip
+            velocity = dit(
+                hidden_states=tokens,
+                timestep=draws.sigma,
+                encoder_hidden_states=embeds,
+                img_shapes=shapes,
+                encoder_hidden_states_mask=torch.ones(embeds.shape[:2], dtype=torch.bool),
+            ).sample
             wanted = packed(draws.noise - target)
             found.append(float(((velocity[:, : wanted.shape[1]] - wanted) ** 2).mean()))
     return sum(found) / len(found)
@@ -115,19 +133,35 @@ def test_two_stages_give_what_one_gives(train, tmp_path: Path, tiny_edit: Path, 
     assert train(tmp_path / "two", *again, model=alone, dataset=tmp_path / "data", table=None) == 2
     assert "of the variant edit-2509, which sees pictures otherwise than Qwen-Image-Edit" in capsys.readouterr().err
     shutil.copy(tiny_edit / "model_index.json", alone)
-    assert train(tmp_path / "two", *again, "--sample_prompts", "x", model=alone, dataset=tmp_path / "data", table=None) == 2
+    assert (
+        train(tmp_path / "two", *again, "--sample_prompts", "x", model=alone, dataset=tmp_path / "data", table=None)
+        == 2
+    )
     assert "Name them with --sample_edit_images" in capsys.readouterr().err
 
 
-def test_samples_begin_from_pictures_and_are_what_the_engine_draws_with_the_lora(train, events, tmp_path: Path, tiny_edit: Path, pairs: Path):
+def test_samples_begin_from_pictures_and_are_what_the_engine_draws_with_the_lora(
+    train, events, tmp_path: Path, tiny_edit: Path, pairs: Path
+):
     from backend.catalog.identify import identify_model
     from backend.engine.pipeline import Pipeline
     from backend.families import FAMILIES
     from backend.schema.request import GenerationRequest, LoraUse
 
-    flags = ("--learning_rate", 0.02, "--mixed_precision", "no", "--sample_inference_steps", 2, "--sample_prompts", "make it red\nturn it")
+    flags = (
+        "--learning_rate",
+        0.02,
+        "--mixed_precision",
+        "no",
+        "--sample_inference_steps",
+        2,
+        "--sample_prompts",
+        "make it red\nturn it",
+    )
     named = f"{pairs / 'wide.png'}, {pairs / 'old_a.png'}"
-    assert train(tmp_path / "turn", *flags) == 0 and train(tmp_path / "named", *flags, "--sample_edit_images", named) == 0
+    assert (
+        train(tmp_path / "turn", *flags) == 0 and train(tmp_path / "named", *flags, "--sample_edit_images", named) == 0
+    )
     drawn = {}
     for run in ("turn", "named"):
         for event in events(tmp_path / run):
@@ -141,11 +175,24 @@ def test_samples_begin_from_pictures_and_are_what_the_engine_draws_with_the_lora
         assert "wide.png" not in json.dumps(file.metadata())  # no paths of this machine
     pipeline = Pipeline(identify_model(tiny_edit, FAMILIES), dtype=torch.float32, device="cpu")
     both = (str(pairs / "wide.png"), str(pairs / "old_a.png"))
-    request = GenerationRequest(prompt="make it red", negative_prompt=" ", edit_images=both, width=64, height=64, num_inference_steps=2,
-                                guidance=3.0, seed=0)  # fmt: skip
+    request = GenerationRequest(
+        prompt="make it red",
+        negative_prompt=" ",
+        edit_images=both,
+        width=64,
+        height=64,
+        num_inference_steps=2,
+        guidance=3.0,
+        seed=0,
+    )
     plain = pipeline.generate(request)[0]
     pipeline.adapters.use([LoraUse(str(tmp_path / "named" / "step-2.safetensors"))])
-    assert apart(pipeline.generate(request)[0], drawn["named", "make it red", 2]) < 0.02 < 1 < apart(plain, drawn["named", "make it red", 2])
+    assert (
+        apart(pipeline.generate(request)[0], drawn["named", "make it red", 2])
+        < 0.02
+        < 1
+        < apart(plain, drawn["named", "make it red", 2])
+    )
     assert apart(plain, drawn["named", "make it red", 0]) < 0.02
 
 
@@ -157,21 +204,48 @@ def apart(one: Image.Image, two: Image.Image) -> float:
 def test_a_text_encoder_sees_the_pictures_while_it_trains(train, events, tmp_path: Path):
     plain = ("--mixed_precision", "no", "--max_steps", 1)
     assert train(tmp_path / "dit", *plain) == 0
-    assert train(tmp_path / "text", *plain, "--lora_base_model", "text_encoder", "--lora_target_modules", "q_proj", "--sample_prompts", "x",
-                 "--sample_inference_steps", 1) == 0  # fmt: skip
+    assert (
+        train(
+            tmp_path / "text",
+            *plain,
+            "--lora_base_model",
+            "text_encoder",
+            "--lora_target_modules",
+            "q_proj",
+            "--sample_prompts",
+            "x",
+            "--sample_inference_steps",
+            1,
+        )
+        == 0
+    )
     assert losses(tmp_path / "dit", events) == pytest.approx(losses(tmp_path / "text", events), rel=1e-4)
     assert any("q_proj" in name for name in load_file(tmp_path / "text" / "step-1.safetensors"))
 
 
 def test_prior_pictures_validation_preflight_and_little_memory(train, events, tmp_path: Path):
-    flags = ("--prior_pictures", 3, "--validation_split", 0.3, "--preflight", "--fp8_models", "dit,text_encoder,vision", "--batch_size", 2,
-             "--use_gradient_checkpointing", "--edit_pixels", 2048)  # fmt: skip
+    flags = (
+        "--prior_pictures",
+        3,
+        "--validation_split",
+        0.3,
+        "--preflight",
+        "--fp8_models",
+        "dit,text_encoder,vision",
+        "--batch_size",
+        2,
+        "--use_gradient_checkpointing",
+        "--edit_pixels",
+        2048,
+    )
     assert train(tmp_path / "run", *flags) == 0
     said = [event["event"] for event in events(tmp_path / "run")]
     assert "validation" in said and said[-1] == "finished"
 
 
-def test_a_picture_that_breaks_off_is_named_or_left_out_with_its_sample(train, events, tmp_path: Path, pairs: Path, capsys):
+def test_a_picture_that_breaks_off_is_named_or_left_out_with_its_sample(
+    train, events, tmp_path: Path, pairs: Path, capsys
+):
     shutil.copytree(pairs, tmp_path / "set")
     table, torn = tmp_path / "set" / "m.json", tmp_path / "set" / "old_b.jpg"
     Image.open(pairs / "old_b.png").resize((256, 256)).save(torn)
@@ -188,22 +262,44 @@ def test_a_picture_that_breaks_off_is_named_or_left_out_with_its_sample(train, e
 @pytest.mark.parametrize(
     ("model", "flags", "words"),
     [
-        ("text", ("--extra_inputs", "edit_image"), "Qwen-Image makes pictures of text alone, so it cannot be trained to edit"),
-        ("no dit", ("--extra_inputs", "edit_image", "--task", "sft:data_process"), "is told by the model's transformer"),
+        (
+            "text",
+            ("--extra_inputs", "edit_image"),
+            "Qwen-Image makes pictures of text alone, so it cannot be trained to edit",
+        ),
+        (
+            "no dit",
+            ("--extra_inputs", "edit_image", "--task", "sft:data_process"),
+            "is told by the model's transformer",
+        ),
         ("text", ("--sample_edit_images", "a.png"), "drawn from no others (--sample_edit_images)"),
         ("text", ("--processor_path", "x"), "it has no processor of pictures"),
         ("edit", ("--dataset_metadata_path", "plain.json"), "does not say which picture it is edited from"),
         ("edit", ("--regularisation_path", "."), "edited from nothing, and Qwen-Image-Edit-2509 edits"),
         ("edit", ("--zero_cond_t",), "Qwen-Image-Edit-2511 does"),
-        ("edit", ("--crops", "3", "--crop_zoom", "2", "--max_pixels", "1024"), "wide.png, which it is edited from, has other proportions"),
-        ("edit", ("--sample_prompts", "x\ny\nz", "--sample_edit_images", "a.png\nb.png"), "There are 3 sample prompts but 2 lines"),
-        ("edit", ("--sample_prompts", "x", "--sample_edit_images", ","), "A line of --sample_edit_images names no picture: ','"),
+        (
+            "edit",
+            ("--crops", "3", "--crop_zoom", "2", "--max_pixels", "1024"),
+            "wide.png, which it is edited from, has other proportions",
+        ),
+        (
+            "edit",
+            ("--sample_prompts", "x\ny\nz", "--sample_edit_images", "a.png\nb.png"),
+            "There are 3 sample prompts but 2 lines",
+        ),
+        (
+            "edit",
+            ("--sample_prompts", "x", "--sample_edit_images", ","),
+            "A line of --sample_edit_images names no picture: ','",
+        ),
         ("edit", ("--processor_path", "nowhere"), "The processor of Qwen-Image-Edit-2509 was not found (nowhere)"),
         ("edit", ("--num_frames", "5"), "there are no 5 frames to train"),
         ("one", (), "c.png is edited from 2 pictures"),
     ],
 )
-def test_what_does_not_go_together(train, tmp_path, pairs, tiny_qwen, tiny_edit, monkeypatch, capsys, model, flags, words):
+def test_what_does_not_go_together(
+    train, tmp_path, pairs, tiny_qwen, tiny_edit, monkeypatch, capsys, model, flags, words
+):
     (pairs / "plain.json").write_text(json.dumps([{"image": "a.png", "prompt": "x"}]))
     monkeypatch.chdir(pairs)
     monkeypatch.setattr("backend.training.setup.load_parts", lambda *a, **k: pytest.fail("weights were loaded"))
@@ -243,6 +339,10 @@ def test_cuts_and_mirrors_lie_over_each_other(tmp_path: Path):
                 opened = open_shown(one)
                 assert opened.size == one.size and one.size[0] * size[0] == one.size[1] * size[1]
                 seen.add((one.size, one.box, one.flip))
-                small = torch.tensor(list(opened.resize(size[::-1]).getdata()), dtype=torch.float32).view(*size, 3).permute(2, 0, 1)
+                small = (
+                    torch.tensor(list(opened.resize(size[::-1]).getdata()), dtype=torch.float32)
+                    .view(*size, 3)
+                    .permute(2, 0, 1)
+                )
                 assert float((small / 127.5 - 1 + pixels).abs().mean()) < 0.04
     assert len(seen) == 12

@@ -42,7 +42,9 @@ def life(argv: list[str], handed_on: Path) -> int:
     """A run in a fresh process with little memory (one that has freed much would have it still); where it would start anew, that command
     is written to `handed_on`."""
     env = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, "-c", LIFE, str(MOST_BYTES), str(handed_on), *argv], env=env, timeout=300).returncode
+    return subprocess.run(
+        [sys.executable, "-c", LIFE, str(MOST_BYTES), str(handed_on), *argv], env=env, timeout=300
+    ).returncode
 
 
 def test_a_run_out_of_memory_goes_on_a_rung_lower(run_training, events, data, tmp_path: Path, pictures: Path):
@@ -53,8 +55,24 @@ def test_a_run_out_of_memory_goes_on_a_rung_lower(run_training, events, data, tm
         tmp_path / "run",
         tmp_path / "command.json",
     )
-    flags = ["--model", str(model), "--dataset_base_path", str(pictures), "--output_path", str(run), "--height", "256", "--width", "256",
-             "--dataset_repeat", "8", "--lora_rank", "4", "--save_steps", "1"]  # fmt: skip
+    flags = [
+        "--model",
+        str(model),
+        "--dataset_base_path",
+        str(pictures),
+        "--output_path",
+        str(run),
+        "--height",
+        "256",
+        "--width",
+        "256",
+        "--dataset_repeat",
+        "8",
+        "--lora_rank",
+        "4",
+        "--save_steps",
+        "1",
+    ]
     assert run_training.as_typed([*flags, "--max_steps", "1"]) == 0
     more = [*flags, "--max_steps", "2", "--batch_size", "16", "--resume_from_checkpoint", "latest"]
     assert life(more, handed_on) == 77

@@ -103,9 +103,14 @@ def test_what_cannot_be_kept_so_is_refused(run_training, tmp_path: Path, capsys,
 def test_entries_of_the_command_line_name_parts(run_training, tmp_path: Path, tiny_qwen: Path, capsys):
     import json
 
-    files = [str(tiny_qwen / folder / name) for folder, name in (
-        ("transformer", "diffusion_pytorch_model.safetensors"), ("text_encoder", "model.safetensors"),
-        ("vae", "diffusion_pytorch_model.safetensors"))]  # fmt: skip
+    files = [
+        str(tiny_qwen / folder / name)
+        for folder, name in (
+            ("transformer", "diffusion_pytorch_model.safetensors"),
+            ("text_encoder", "model.safetensors"),
+            ("vae", "diffusion_pytorch_model.safetensors"),
+        )
+    ]
     paths = json.dumps(files)
     assert run_training(tmp_path / "a", *BASE, "--model_paths", paths, "--fp8_models", files[0], model=None) == 0
     assert (
@@ -126,7 +131,15 @@ class Slowing(torch.optim.AdamW):
 
 
 def test_a_try_says_the_peaks_and_changes_nothing(run_training, events, tmp_path: Path):
-    flags = (*BASE, "--sample_prompts", "a ball", "--sample_inference_steps", 1, "--customized_optimizer", f"{__name__}.Slowing")
+    flags = (
+        *BASE,
+        "--sample_prompts",
+        "a ball",
+        "--sample_inference_steps",
+        1,
+        "--customized_optimizer",
+        f"{__name__}.Slowing",
+    )
     assert run_training(tmp_path / "plain", *flags) == run_training(tmp_path / "tried", *flags, "--preflight") == 0
     assert torch.equal(weights(tmp_path / "plain"), weights(tmp_path / "tried"))
     said = next(event for event in events(tmp_path / "tried") if event.get("phase") == "preflight")

@@ -24,36 +24,75 @@ def test_a_run_goes_on_with_less_and_learns_the_same(run_training, events, tmp_p
     from backend.families import qwen_image
     from backend.training import progress, saving
 
-    flags = ["--max_steps", "2", "--save_steps", "1", "--sample_prompts", "a ball", "--sample_inference_steps", "1", "--sample_guidance", "3",
-             "--validation_split", "0.2", "--validation_every", "1", "--no-data_cache", "--prior_pictures", "2", "--prior_prompts", "a dog"]  # fmt: skip
+    flags = [
+        "--max_steps",
+        "2",
+        "--save_steps",
+        "1",
+        "--sample_prompts",
+        "a ball",
+        "--sample_inference_steps",
+        "1",
+        "--sample_guidance",
+        "3",
+        "--validation_split",
+        "0.2",
+        "--validation_every",
+        "1",
+        "--no-data_cache",
+        "--prior_pictures",
+        "2",
+        "--prior_prompts",
+        "a dog",
+    ]
     assert run_training(tmp_path / "whole", *flags) == 0
-    whole, encode_text, predict, decode = qwen_image.encode_image, qwen_image.encode_text, qwen_image.predict, qwen_image.decode
+    whole, encode_text, predict, decode = (
+        qwen_image.encode_image,
+        qwen_image.encode_text,
+        qwen_image.predict,
+        qwen_image.decode,
+    )
     errors = progress._errors
 
     def small_encode(parts, pixels, *, generator=None, tiled=False):
         return refuse() if len(pixels) > 1 else whole(parts, pixels, generator=generator, tiled=tiled)
 
     monkeypatch.setattr(qwen_image, "encode_image", small_encode)
-    monkeypatch.setattr(qwen_image, "encode_text", lambda parts, some, **more: refuse() if len(some) > 2 else encode_text(parts, some, **more))
-    monkeypatch.setattr(qwen_image, "predict", lambda parts, x, *more: refuse() if len(x) > 1 else predict(parts, x, *more))
-    monkeypatch.setattr(qwen_image, "decode", lambda parts, z, *, tiled=False: decode(parts, z, tiled=tiled) if tiled else refuse())
-    monkeypatch.setattr(progress, "_errors", lambda run, number, places, levels: refuse() if len(levels) > 1 else errors(run, number, places, levels))
+    monkeypatch.setattr(
+        qwen_image,
+        "encode_text",
+        lambda parts, some, **more: refuse() if len(some) > 2 else encode_text(parts, some, **more),
+    )
+    monkeypatch.setattr(
+        qwen_image, "predict", lambda parts, x, *more: refuse() if len(x) > 1 else predict(parts, x, *more)
+    )
+    monkeypatch.setattr(
+        qwen_image, "decode", lambda parts, z, *, tiled=False: decode(parts, z, tiled=tiled) if tiled else refuse()
+    )
+    monkeypatch.setattr(
+        progress,
+        "_errors",
+        lambda run, number, places, levels: refuse() if len(levels) > 1 else errors(run, number, places, levels),
+    )
     monkeypatch.setattr(saving, "_in_ram", lambda state: refuse())
     assert run_training(tmp_path / "less", *flags) == 0
     said = events(tmp_path / "less")
     notes = " ".join(event["message"] for event in said if event["event"] == "note")
     for words in (
-        "while pictures were encoded; 1 are encoded at once", "while prompts were encoded; 2 are encoded at once",
-        "while pictures that are trained along", "while a sample was drawn; guidance is computed in two passes",
-    ):  # fmt: skip
+        "while pictures were encoded; 1 are encoded at once",
+        "while prompts were encoded; 2 are encoded at once",
+        "while pictures that are trained along",
+        "while a sample was drawn; guidance is computed in two passes",
+    ):
         assert notes.count(words) == 1, (words, notes)
     for kind in ("sample", "checkpoint", "validation"):
         assert [event["step"] for event in said if event["event"] == kind] == [
             event["step"] for event in events(tmp_path / "whole") if event["event"] == kind
         ]
-    found, expected = (
-        [[event["loss"] for event in events(tmp_path / name) if event["event"] == "validation"] for name in ("less", "whole")]
-    )
+    found, expected = [
+        [event["loss"] for event in events(tmp_path / name) if event["event"] == "validation"]
+        for name in ("less", "whole")
+    ]
     assert found == pytest.approx(expected, rel=1e-3)
     for name, tensor in final(tmp_path / "whole").items():
         assert torch.allclose(final(tmp_path / "less")[name].float(), tensor.float(), atol=2e-4), name
@@ -63,7 +102,12 @@ def test_a_sample_for_which_there_is_no_memory_at_all_is_left_out(run_training, 
     from backend.families import qwen_image
 
     monkeypatch.setattr(qwen_image, "decode", lambda *_, **__: refuse())
-    assert run_training(tmp_path / "run", "--max_steps", "1", "--sample_prompts", "a ball", "--sample_inference_steps", "1") == 0
+    assert (
+        run_training(
+            tmp_path / "run", "--max_steps", "1", "--sample_prompts", "a ball", "--sample_inference_steps", "1"
+        )
+        == 0
+    )
     said = events(tmp_path / "run")
     missing = [event for event in said if event["event"] == "note" and "is missing: memory ran out" in event["message"]]
     assert len(missing) == 2 and said[-1]["reason"] == "complete"  # before the first step and after the last
@@ -132,7 +176,9 @@ def test_memory_that_runs_out_in_loading_starts_the_run_anew_a_rung_lower(run_tr
     assert said[-1]["reason"] == "complete"
 
 
-def test_memory_that_runs_out_in_the_saving_thread_starts_the_run_anew_from_the_state_before(run_training, events, tmp_path, monkeypatch):
+def test_memory_that_runs_out_in_the_saving_thread_starts_the_run_anew_from_the_state_before(
+    run_training, events, tmp_path, monkeypatch
+):
     import os
 
     from backend.training import saving
@@ -156,4 +202,7 @@ def test_memory_that_runs_out_in_the_saving_thread_starts_the_run_anew_from_the_
     assert run_training.as_typed(started[0]) == 0
     said = events(tmp_path / "run")
     assert [event["step"] for event in said if event["event"] == "resumed"] == [1]
-    assert any("Memory ran out; going on from the last state" in str(event) for event in said) and said[-1]["reason"] == "complete"
+    assert (
+        any("Memory ran out; going on from the last state" in str(event) for event in said)
+        and said[-1]["reason"] == "complete"
+    )

@@ -98,9 +98,11 @@ def test_parts_have_schedules_of_their_own():
 
 def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest():
     weights = {
-        "dit.blocks.0.q.weight": torch.nn.Parameter(torch.ones(4, 4)), "dit.blocks.0.q.bias": torch.nn.Parameter(torch.ones(4)),
-        "dit.head.weight": torch.nn.Parameter(torch.ones(4, 4)), "text_encoder.layers.1.w": torch.nn.Parameter(torch.ones(4, 4)),
-    }  # fmt: skip
+        "dit.blocks.0.q.weight": torch.nn.Parameter(torch.ones(4, 4)),
+        "dit.blocks.0.q.bias": torch.nn.Parameter(torch.ones(4)),
+        "dit.head.weight": torch.nn.Parameter(torch.ones(4, 4)),
+        "text_encoder.layers.1.w": torch.nn.Parameter(torch.ones(4, 4)),
+    }
     section = replace(
         TrainingSection(), customized_optimizer="muon", learning_rate=1.0, learning_rates="text_encoder=0.25"
     )

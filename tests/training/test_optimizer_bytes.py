@@ -15,7 +15,11 @@ from backend.engine import tape
 from backend.training.optimizers import make_optimizers
 
 pytestmark = pytest.mark.torch
-SHAPES = {f"dit.blocks.{index}.{name}": shape for index in range(3) for name, shape in (("weight", (128, 256)), ("bias", (128,)))}
+SHAPES = {
+    f"dit.blocks.{index}.{name}": shape
+    for index in range(3)
+    for name, shape in (("weight", (128, 256)), ("bias", (128,)))
+}
 TOGETHER = '{"foreach": true}'  # as torch decides by itself on a card
 PACKAGES = {"adamw8bit": "bitsandbytes", "pagedadamw8bit": "bitsandbytes", "prodigy": "prodigyopt"}
 
@@ -24,9 +28,14 @@ def step_bytes(name: str) -> tuple[int, int]:
     """(most bytes that the second step of the optimizer `name` makes, bytes of its states)."""
     arguments = TOGETHER if name in ("adamw", "adam", "sgd") else None
     section = SimpleNamespace(
-        customized_optimizer=name, optimizer_args=arguments, learning_rates="", learning_rate=1e-4, lr_schedulers="", lr_scheduler="constant",
+        customized_optimizer=name,
+        optimizer_args=arguments,
+        learning_rates="",
+        learning_rate=1e-4,
+        lr_schedulers="",
+        lr_scheduler="constant",
         weight_decay=0.01,
-    )  # fmt: skip
+    )
     weights = {name: torch.nn.Parameter(torch.full(shape, 0.1)) for name, shape in SHAPES.items()}
     optimizers = make_optimizers(weights, section)
     for weight in weights.values():
@@ -38,7 +47,11 @@ def step_bytes(name: str) -> tuple[int, int]:
 
     step(None)
     states = [
-        value for optimizer in optimizers for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+        value
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
     ]
     there = [*weights.values(), *(weight.grad for weight in weights.values()), *states]
     return tape.peak(tape.record(step, weights=there, fake=False)), sum(one.nbytes for one in states)

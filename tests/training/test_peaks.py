@@ -33,15 +33,29 @@ def ran(events, folder: Path) -> dict:
 
 
 # every way to keep weights, activations and results; two of them draw and save between steps
-@pytest.mark.parametrize("flags", [
-    ("--max_steps", 3, "--save_steps", 2, *SAMPLE),
-    ("--max_steps", 2, "--use_gradient_checkpointing", "--fp8_models", "dit"),
-    ("--max_steps", 3, "--save_steps", 2, "--batch_size", 2, "--mixed_precision", "no"),
-    ("--max_steps", 2, "--enable_model_cpu_offload"),
-    ("--max_steps", 2, "--batch_size", 8, "--dataset_repeat", 3, "--use_gradient_checkpointing", "--lora_target_modules", "attention"),
-    ("--max_steps", 2, "--trainable_models", "dit", *SAMPLE),
-    ("--max_steps", 2, "--trainable_models", "dit", "--use_gradient_checkpointing_offload", "--batch_size", 2),
-], ids=lambda flags: " ".join(str(flag).removeprefix("--") for flag in flags[2:]))  # fmt: skip
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--max_steps", 3, "--save_steps", 2, *SAMPLE),
+        ("--max_steps", 2, "--use_gradient_checkpointing", "--fp8_models", "dit"),
+        ("--max_steps", 3, "--save_steps", 2, "--batch_size", 2, "--mixed_precision", "no"),
+        ("--max_steps", 2, "--enable_model_cpu_offload"),
+        (
+            "--max_steps",
+            2,
+            "--batch_size",
+            8,
+            "--dataset_repeat",
+            3,
+            "--use_gradient_checkpointing",
+            "--lora_target_modules",
+            "attention",
+        ),
+        ("--max_steps", 2, "--trainable_models", "dit", *SAMPLE),
+        ("--max_steps", 2, "--trainable_models", "dit", "--use_gradient_checkpointing_offload", "--batch_size", 2),
+    ],
+    ids=lambda flags: " ".join(str(flag).removeprefix("--") for flag in flags[2:]),
+)
 def test_every_phase_takes_what_was_predicted(run_training, events, tmp_path: Path, flags):
     assert run_training(tmp_path / "run", *flags, model=STARTER) == 0
     phases = ran(events, tmp_path / "run")["phases"]
@@ -83,7 +97,9 @@ def test_what_was_learnt_corrects_training_and_not_drawing(data):
     sizes, largest, config = sizes_of(spec), Largest(65536, 20, 256, 256, 1), TrainingConfig()
     before = measured.predicted_bytes(config, sizes, card, largest)
     for _ in range(2):
-        learnt.remember(file, card, "qwen_image", kind=learnt.kind_of(config), predicted_bytes=10**6, measured_bytes=10**6 + 5000)
+        learnt.remember(
+            file, card, "qwen_image", kind=learnt.kind_of(config), predicted_bytes=10**6, measured_bytes=10**6 + 5000
+        )
     after = measured.predicted_bytes(config, sizes, card, largest)
     assert {after[name] - before[name] for name in before} == {5000}
     assert learnt.corrected(measured.fixed_of(card), card, "qwen_image", file).learnt_bytes == 0

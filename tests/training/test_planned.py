@@ -39,16 +39,22 @@ def test_a_run_takes_the_plan_s_settings(run_training, events, data, tmp_path: P
     assert said["settings"].get("use_gradient_checkpointing") or said["settings"].get("offload_models")
     assert said["peak_high_bytes"] < large.peak_high_bytes
     assert run_training(tmp_path / "none", *flags, "0.001", model=ASSETS / "starter") == 2
-    assert any(event["event"] == "trouble" and "does not fit" in event["message"] for event in events(tmp_path / "none"))
+    assert any(
+        event["event"] == "trouble" and "does not fit" in event["message"] for event in events(tmp_path / "none")
+    )
 
 
 def test_a_run_is_predicted_as_its_config_says(data):
     spec, card = identify_model(ASSETS / "starter", FAMILIES), memory.probe(CPU)
-    said = [{}, {"use_gradient_checkpointing": True}, {"use_gradient_checkpointing": True, "enable_model_cpu_offload": True}]
+    said = [
+        {},
+        {"use_gradient_checkpointing": True},
+        {"use_gradient_checkpointing": True, "enable_model_cpu_offload": True},
+    ]
     largest = Largest(65536, 20, 256, 256, 1)
     found = [
         max(predicted_bytes(from_values(TrainingConfig, more), sizes_of(spec), card, largest).values()) for more in said
-    ]  # fmt: skip
+    ]
     assert found == sorted(found, reverse=True) and len(set(found)) == 3
 
 
@@ -62,7 +68,12 @@ def test_amounts_of_memory():
 
 
 def test_what_the_config_says_itself_stays():
-    said = {"fp8_models": "dit", "enable_model_cpu_offload": True, "use_gradient_checkpointing": True, "max_pixels": 1024 * 1024}
+    said = {
+        "fp8_models": "dit",
+        "enable_model_cpu_offload": True,
+        "use_gradient_checkpointing": True,
+        "max_pixels": 1024 * 1024,
+    }
     found = plan("FLUX.1-dev", what_if("80GiB")[0], from_values(TrainingConfig, said))
     assert found.settings.keys().isdisjoint({"fp8_models", "enable_model_cpu_offload", "offload_models"})
     assert found.settings["use_gradient_checkpointing"] and found.streamed_blocks["dit"]

@@ -10,7 +10,15 @@ from backend.catalog import rounded
 from backend.training import quantised
 
 pytestmark = pytest.mark.torch
-MEASURABLE = ("int8", "bitsandbytes_nf4", "bitsandbytes_fp4", "bitsandbytes_int8", "torchao_int8_w8a16", "torchao_fp8_w8a16", "torchao_int8_w8a8")
+MEASURABLE = (
+    "int8",
+    "bitsandbytes_nf4",
+    "bitsandbytes_fp4",
+    "bitsandbytes_int8",
+    "torchao_int8_w8a16",
+    "torchao_fp8_w8a16",
+    "torchao_int8_w8a8",
+)
 
 
 def stored(layer: torch.nn.Module) -> int:
@@ -33,7 +41,11 @@ def _visit(value, seen: dict[int, int], known: set[int]) -> None:
     elif isinstance(value, dict | list | tuple):
         for one in value.values() if isinstance(value, dict) else value:
             _visit(one, seen, known)
-    elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] in ("torch", "bitsandbytes", "backend"):
+    elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] in (
+        "torch",
+        "bitsandbytes",
+        "backend",
+    ):
         _visit(vars(value), seen, known)
 
 

@@ -30,7 +30,18 @@ SIDE = 384  # more tokens than the plain attention of small pictures takes
 
 def test_blocks_that_stay_change_nothing(run_training, events, tmp_path: Path):
     model = make_qwen_image(tmp_path / "model", num_layers=5)
-    flags = ("--max_steps", 3, "--save_dtype", "float32", "--height", 32, "--width", 32, "--no-data_cache", "--use_gradient_checkpointing")
+    flags = (
+        "--max_steps",
+        3,
+        "--save_dtype",
+        "float32",
+        "--height",
+        32,
+        "--width",
+        32,
+        "--no-data_cache",
+        "--use_gradient_checkpointing",
+    )
     away = ("--enable_model_cpu_offload", "--resident_blocks", 2)
     found = []
     for name, more in (("plain", ()), ("away", away), ("pieces", (*away, "--cpu_offload_split_threshold", 0))):
@@ -65,7 +76,14 @@ def started(loaded, data, tmp_path: Path):
         config = from_values(TrainingConfig, said, base=config)
         out = tmp_path / "run"
         out.mkdir()
-        return set_up(config, out, out, Accelerator(cpu=True, mixed_precision="bf16"), Reporter(out, silent=True), index=tmp_path / "index.json")
+        return set_up(
+            config,
+            out,
+            out,
+            Accelerator(cpu=True, mixed_precision="bf16"),
+            Reporter(out, silent=True),
+            index=tmp_path / "index.json",
+        )
 
     yield start
     torch.set_num_threads(threads)
@@ -78,7 +96,14 @@ def test_a_run_keeps_the_plan_s_blocks_and_takes_what_was_predicted(started):
 
     sizes = sizes_of(identify_model(ASSETS / "starter", FAMILIES))
     config = from_values(TrainingConfig, {"max_pixels": SIDE**2, "lora_rank": 4})
-    card = replace(memory.probe(CPU), dtypes=("bfloat16", "float32"), total_bytes=2**40, free_bytes=2**40, used_by_others_bytes=0, reserve_bytes=0)
+    card = replace(
+        memory.probe(CPU),
+        dtypes=("bfloat16", "float32"),
+        total_bytes=2**40,
+        free_bytes=2**40,
+        used_by_others_bytes=0,
+        reserve_bytes=0,
+    )
     three = from_values(TrainingConfig, {"offload_models": "dit", "resident_blocks": 3}, base=config)
     room = plan(sizes, card, three).peak_high_bytes
     found = plan(sizes, replace(card, total_bytes=room, free_bytes=room), config)

@@ -38,17 +38,30 @@ def test_a_lora_run_leaves_results_states_samples_and_events(run_training, event
     ]
     said = events(run)
     assert [event["event"] for event in said if event["event"] in ("started", "saved", "checkpoint", "finished")] == [
-        "started", "saved", "checkpoint", "saved", "checkpoint", "finished",
-    ]  # fmt: skip
+        "started",
+        "saved",
+        "checkpoint",
+        "saved",
+        "checkpoint",
+        "finished",
+    ]
     assert [event["step"] for event in said if event["event"] == "step"] == list(range(1, 21))
     assert said[-1]["reason"] == "complete"
     facts = metadata(run / "epoch-1.safetensors")
     assert (facts["family"], facts["rank"], facts["alpha"], facts["trigger"], facts["steps"], facts["name"]) == (
-        "qwen_image", "4", "4.0", "zubi", "20", "balls",
-    )  # fmt: skip
+        "qwen_image",
+        "4",
+        "4.0",
+        "zubi",
+        "20",
+        "balls",
+    )
     assert json.loads(facts["config"])["num_epochs"] == 2 and len(facts["base_hash"]) == 64
     assert facts["software"].startswith("Loft ") and facts["base"] and facts["targets"]
-    assert facts["modelspec.thumbnail"].startswith("data:image/jpeg;base64,") and len(facts["modelspec.thumbnail"]) < 30_720
+    assert (
+        facts["modelspec.thumbnail"].startswith("data:image/jpeg;base64,")
+        and len(facts["modelspec.thumbnail"]) < 30_720
+    )
     assert str(tmp_path) not in json.dumps(facts) and str(tiny_qwen) not in json.dumps(facts)
 
 
@@ -69,9 +82,30 @@ def test_a_lora_is_recognised_and_moves_every_layer(run_training, tmp_path: Path
 
 
 def test_two_halves_are_the_whole_bit_for_bit(run_training, tmp_path: Path):
-    flags = ("--batch_size", 2, "--gradient_accumulation_steps", 2, "--dataset_repeat", 3, "--lora_dropout", 0.2,
-             "--ema_decay", 0.9, "--caption_dropout", 0.3, "--lr_scheduler", "cosine", "--lr_warmup_steps", 2,
-             "--save_dtype", "float32", "--save_steps", 3, "--num_epochs", 2)  # fmt: skip
+    flags = (
+        "--batch_size",
+        2,
+        "--gradient_accumulation_steps",
+        2,
+        "--dataset_repeat",
+        3,
+        "--lora_dropout",
+        0.2,
+        "--ema_decay",
+        0.9,
+        "--caption_dropout",
+        0.3,
+        "--lr_scheduler",
+        "cosine",
+        "--lr_warmup_steps",
+        2,
+        "--save_dtype",
+        "float32",
+        "--save_steps",
+        3,
+        "--num_epochs",
+        2,
+    )
     assert run_training(tmp_path / "whole", *flags) == 0
     assert run_training(tmp_path / "halves", *flags, "--keep_checkpoints", 9) == 0
     halves = tmp_path / "halves"
@@ -172,8 +206,22 @@ def test_a_new_run_in_an_old_place_keeps_what_was_there(run_training, tmp_path: 
 
 
 def test_full_training_of_two_parts_with_muon(run_training, tmp_path: Path, tiny_qwen: Path):
-    flags = ("--trainable_models", "dit,text_encoder", "--customized_optimizer", "muon", "--learning_rates", "text_encoder=1e-4",
-             "--timestep_sampling", "logit_normal", "--high_noise_share", 0.4, "--batch_size", 2, "--max_steps", 3)  # fmt: skip
+    flags = (
+        "--trainable_models",
+        "dit,text_encoder",
+        "--customized_optimizer",
+        "muon",
+        "--learning_rates",
+        "text_encoder=1e-4",
+        "--timestep_sampling",
+        "logit_normal",
+        "--high_noise_share",
+        0.4,
+        "--batch_size",
+        2,
+        "--max_steps",
+        3,
+    )
     assert run_training(tmp_path / "run", *flags, "--save_dtype", "float32", "--mixed_precision", "no") == 0
     saved = load_file(next((tmp_path / "run").glob("*.safetensors")))
     before = load_file(tiny_qwen / "transformer" / "diffusion_pytorch_model.safetensors")
@@ -192,8 +240,24 @@ def test_batches_and_accumulation_give_the_mean_of_single_samples(run_training, 
     import shutil
 
     shutil.copytree(pictures, tmp_path / "set", ignore=shutil.ignore_patterns("4.*"))
-    flags = ("--num_epochs", 1, "--height", 48, "--width", 48, "--mixed_precision", "no", "--save_dtype", "float32",
-             "--customized_optimizer", "sgd", "--max_grad_norm", 0, "--learning_rate", 0.1)  # fmt: skip
+    flags = (
+        "--num_epochs",
+        1,
+        "--height",
+        48,
+        "--width",
+        48,
+        "--mixed_precision",
+        "no",
+        "--save_dtype",
+        "float32",
+        "--customized_optimizer",
+        "sgd",
+        "--max_grad_norm",
+        0,
+        "--learning_rate",
+        0.1,
+    )
     found = {}
     for batch, turns in ((4, 1), (1, 4), (2, 2)):
         out = tmp_path / f"{batch}"
@@ -281,7 +345,10 @@ def test_a_loss_that_is_no_number_ends_the_run_with_the_last_state_good(
 def test_weights_that_are_no_numbers_are_not_saved(run_training, events, tmp_path: Path):
     flags = ("--max_steps", 9, "--save_steps", 1, "--customized_optimizer", f"{__name__}.Lost")
     assert run_training(tmp_path / "run", *flags) == 2
-    assert events(tmp_path / "run")[-1]["kind"] == "not_finite" and "After step 3" in events(tmp_path / "run")[-1]["message"]
+    assert (
+        events(tmp_path / "run")[-1]["kind"] == "not_finite"
+        and "After step 3" in events(tmp_path / "run")[-1]["message"]
+    )
     assert sorted(path.name for path in (tmp_path / "run").glob("*/step-*")) == ["step-000001", "step-000002"]
     assert not (tmp_path / "run" / "step-3.safetensors").exists()
 

@@ -161,8 +161,12 @@ def test_the_scripts_of_models_that_edit(typed, folder: Path, name: str):
     if name.endswith("2511"):
         table = "metadata_qwen_imgae_edit_multi.json"
         (example / table).write_text(json.dumps([{**old, "edit_image": ["edit/old.png", "0.png"]}]))
-    what = LORA if name.endswith("2511") else '''--learning_rate 1e-5 --num_epochs 2 --remove_prefix_in_ckpt "pipe.dit." --trainable_models "dit"
-        --use_gradient_checkpointing --find_unused_parameters'''
+    what = (
+        LORA
+        if name.endswith("2511")
+        else """--learning_rate 1e-5 --num_epochs 2 --remove_prefix_in_ckpt "pipe.dit." --trainable_models "dit"
+        --use_gradient_checkpointing --find_unused_parameters"""
+    )
     data = DATA.replace("metadata.csv", table)
     out = typed(f"""{data} --data_file_keys "image,edit_image" --extra_inputs "edit_image" --model_id_with_origin_paths "{DIT.replace("Qwen-Image", name)},{TEXT},{VAE}"
         {what} --output_path "./models/train/out" {"--zero_cond_t" if name.endswith("2511") else ""}""")

@@ -44,8 +44,20 @@ def test_a_student_learns_to_draw_the_teachers_picture(run_training, events, tmp
     folder.mkdir()
     Image.new("RGB", (32, 32), (200, 60, 60)).save(folder / "a.png")
     (folder / "m.json").write_text(json.dumps([{"image": "a.png", "prompt": "a ball", "seed": 7}]))
-    flags = ("--dataset_metadata_path", folder / "m.json", "--task", "direct_distill", "--distill_steps", 2, "--max_steps", 12,
-             "--dataset_repeat", 12, "--learning_rate", 0.01)  # fmt: skip
+    flags = (
+        "--dataset_metadata_path",
+        folder / "m.json",
+        "--task",
+        "direct_distill",
+        "--distill_steps",
+        2,
+        "--max_steps",
+        12,
+        "--dataset_repeat",
+        12,
+        "--learning_rate",
+        0.01,
+    )
     assert run_training(tmp_path / "run", *flags, dataset=folder) == 0
     losses = [event["loss"] for event in events(tmp_path / "run") if event["event"] == "step"]
     assert losses[-1] < 0.8 * losses[0]
@@ -101,7 +113,9 @@ def test_dora_over_a_row_of_zeros_has_numbers():
         module[0].weight[1] = 0
     x = torch.randn(3, 6)
     plain = module(x).detach()
-    config = from_values(TrainingConfig, {"lora_algorithm": "dora", "lora_target_modules": "all-linear", "lora_rank": 2})
+    config = from_values(
+        TrainingConfig, {"lora_algorithm": "dora", "lora_target_modules": "all-linear", "lora_rank": 2}
+    )
     add_adapter(module, config.lora, qwen_image, part="dit")
     torch.testing.assert_close(module(x), plain)
     module(x).square().sum().backward()
@@ -136,9 +150,15 @@ def test_targets_are_names_expressions_all_or_a_set_of_the_family(tiny_qwen: Pat
 
     dit = build_meta(identify_model(tiny_qwen, FAMILIES).parts["dit"])
     counted = {
-        "to_q": 2, "attn.to_q,img_mlp.net.2": 4, r"transformer_blocks\.1\.attn\.to_[qkv]": 3, "attention": 16, "attention_and_mlp": 24,
-        "all": 24, "": 24, "all-linear": sum(isinstance(module, torch.nn.Linear) for module in dit.modules()),
-    }  # fmt: skip
+        "to_q": 2,
+        "attn.to_q,img_mlp.net.2": 4,
+        r"transformer_blocks\.1\.attn\.to_[qkv]": 3,
+        "attention": 16,
+        "attention_and_mlp": 24,
+        "all": 24,
+        "": 24,
+        "all-linear": sum(isinstance(module, torch.nn.Linear) for module in dit.modules()),
+    }
     assert {wanted: len(target_modules(dit, wanted, qwen_image, part="dit")) for wanted in counted} == counted
     for nothing in ("to_q,no_such", r".*no_such\d"):
         with pytest.raises(Trouble, match="No module of dit"):
@@ -184,8 +204,22 @@ def distilled(folder: Path, *rows: str) -> tuple[str, ...]:
         Image.new("RGB", (32, 32), (200, 60, 60)).save(folder / f"{name}.jpg")
     table = folder / "metadata.csv"
     table.write_text("\n".join(["image,prompt,seed,rand_device,num_inference_steps,cfg_scale", *rows]) + "\n")
-    return ("--dataset_base_path", str(folder), "--dataset_metadata_path", str(table), "--data_file_keys", "image", "--extra_inputs",
-            "seed,rand_device,num_inference_steps,cfg_scale", "--height", "32", "--width", "32", "--task", "direct_distill")  # fmt: skip
+    return (
+        "--dataset_base_path",
+        str(folder),
+        "--dataset_metadata_path",
+        str(table),
+        "--data_file_keys",
+        "image",
+        "--extra_inputs",
+        "seed,rand_device,num_inference_steps,cfg_scale",
+        "--height",
+        "32",
+        "--width",
+        "32",
+        "--task",
+        "direct_distill",
+    )
 
 
 def test_a_distillation_takes_steps_and_seeds_from_its_table(run_training, events, tmp_path: Path, capsys):
@@ -230,7 +264,9 @@ def test_columns_that_a_distillation_cannot_take_are_named(run_training, tmp_pat
         (("--processor_path", "Qwen/Qwen-Image-Edit:processor/"), "no processor of pictures"),
     ],
 )
-def test_flags_that_cannot_be_followed_are_refused(run_training, tmp_path: Path, capsys, flags, words: str, monkeypatch):
+def test_flags_that_cannot_be_followed_are_refused(
+    run_training, tmp_path: Path, capsys, flags, words: str, monkeypatch
+):
     for name in ("prodigyopt", "bitsandbytes", "tensorboard", "wandb", "swanlab"):
         monkeypatch.setitem(sys.modules, name, None)  # as where it is not installed
     assert run_training(tmp_path / "run", *BASE, *flags) == 2

@@ -16,12 +16,28 @@ import torch
 from backend.training.starter import pictures, sprites
 
 RUN = {
-    "task": "sft", "trainable_models": "dit,text_encoder", "max_steps": 4400, "batch_size": 40, "max_pixels": 16384,
-    "customized_optimizer": "muon", "learning_rate": 2e-3, "learning_rates": "dit=2e-3,text_encoder=4e-4",
-    "weight_decay": 0.0, "lr_warmup_steps": 60, "lr_scheduler": "linear_from_half", "ema_decay": 0.998,
-    "max_grad_norm": 1.0, "timestep_sampling": "logit_normal", "high_noise_share": 0.3, "high_noise_from": 0.8,
-    "caption_dropout": 0.1, "mixed_precision": "bf16", "save_steps": 400, "keep_checkpoints": 2,
-    "remove_prefix_in_ckpt": "pipe.", "name": "starter",
+    "task": "sft",
+    "trainable_models": "dit,text_encoder",
+    "max_steps": 4400,
+    "batch_size": 40,
+    "max_pixels": 16384,
+    "customized_optimizer": "muon",
+    "learning_rate": 2e-3,
+    "learning_rates": "dit=2e-3,text_encoder=4e-4",
+    "weight_decay": 0.0,
+    "lr_warmup_steps": 60,
+    "lr_scheduler": "linear_from_half",
+    "ema_decay": 0.998,
+    "max_grad_norm": 1.0,
+    "timestep_sampling": "logit_normal",
+    "high_noise_share": 0.3,
+    "high_noise_from": 0.8,
+    "caption_dropout": 0.1,
+    "mixed_precision": "bf16",
+    "save_steps": 400,
+    "keep_checkpoints": 2,
+    "remove_prefix_in_ckpt": "pipe.",
+    "name": "starter",
 }
 
 
@@ -37,10 +53,18 @@ def environment() -> dict[str, str]:
 
 def train_command(work: Path, *, processes: int, changes: dict | None = None) -> list[str]:
     """The trainer's command line, as a list. (`accelerate launch --cpu` starts one process only, so torch's launcher does it.)"""
-    settings = {**RUN, "dataset_base_path": work / "dataset", "dataset_metadata_path": work / "dataset" / "metadata.jsonl",
-                "model": work / "base", "output_path": work / "run", **(changes or {})}
+    settings = {
+        **RUN,
+        "dataset_base_path": work / "dataset",
+        "dataset_metadata_path": work / "dataset" / "metadata.jsonl",
+        "model": work / "base",
+        "output_path": work / "run",
+        **(changes or {}),
+    }
     flags = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
-    launch = [] if processes == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    launch = (
+        [] if processes == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    )
     launch += ["-m", "backend.training"]
     return [sys.executable, *launch, *flags]
 
@@ -67,8 +91,16 @@ def main() -> None:
     if options.until == "pictures":
         return
     if not (work / "vae.done").is_file():
-        module("backend.training.starter.vae", work / "sprites.npy", work / "vae", "--minutes", options.minutes,
-               "--processes", options.processes, *(["--compile"] if os.name == "posix" else []))
+        module(
+            "backend.training.starter.vae",
+            work / "sprites.npy",
+            work / "vae",
+            "--minutes",
+            options.minutes,
+            "--processes",
+            options.processes,
+            *(["--compile"] if os.name == "posix" else []),
+        )
         (work / "vae.done").touch()
     if not (work / "words" / "text_encoder" / "model.safetensors").is_file():
         module("backend.training.starter.words", work / "dataset", work / "words")
@@ -83,8 +115,20 @@ def main() -> None:
             changes["resume_from_checkpoint"] = "latest"
         subprocess.run(train_command(work, processes=options.processes, changes=changes), check=True, env=environment())
     if not (work / "decoder.done").is_file():
-        module("backend.training.starter.vae", work / "sprites.npy", work / "decoder", "--resume", base / "vae", "--decoder-only",
-               "--minutes", options.minutes / 4, "--lr", 5e-4, "--processes", options.processes)
+        module(
+            "backend.training.starter.vae",
+            work / "sprites.npy",
+            work / "decoder",
+            "--resume",
+            base / "vae",
+            "--decoder-only",
+            "--minutes",
+            options.minutes / 4,
+            "--lr",
+            5e-4,
+            "--processes",
+            options.processes,
+        )
         (work / "decoder.done").touch()
     install(newest(work / "run"), base, work / "starter", autoencoder=work / "decoder")
     print(f"The model is in {work / 'starter'}.")

@@ -12,8 +12,16 @@ from safetensors.torch import load_file, save_file
 
 from backend.training.starter import flat_vae
 
-TRANSFORMER = dict(num_layers=7, num_attention_heads=3, attention_head_dim=64, axes_dims_rope=(16, 24, 24),
-                   in_channels=64, out_channels=16, patch_size=2, joint_attention_dim=192)
+TRANSFORMER = dict(
+    num_layers=7,
+    num_attention_heads=3,
+    attention_head_dim=64,
+    axes_dims_rope=(16, 24, 24),
+    in_channels=64,
+    out_channels=16,
+    patch_size=2,
+    joint_attention_dim=192,
+)
 INDEX = {
     "_class_name": "QwenImagePipeline",
     "_diffusers_version": "0.42.1",
@@ -55,8 +63,10 @@ def measure_latents(model: AutoencoderKLQwenImage, dataset: Path, *, count: int 
             x = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
             parts.append(flat_vae.encode(flat, x)[0])
     latents = torch.cat(parts)
-    model.register_to_config(latents_mean=[round(x, 5) for x in latents.mean((0, 2, 3)).tolist()],
-                             latents_std=[round(x, 5) for x in latents.std((0, 2, 3)).tolist()])
+    model.register_to_config(
+        latents_mean=[round(x, 5) for x in latents.mean((0, 2, 3)).tolist()],
+        latents_std=[round(x, 5) for x in latents.std((0, 2, 3)).tolist()],
+    )
 
 
 def strip_paths(folder: Path) -> None:
@@ -96,15 +106,22 @@ def install(weights: Path, base: Path, target: Path, *, autoencoder: Path | None
     shutil.copytree(base, target, dirs_exist_ok=True)
     (target / "model_index.json").write_text(json.dumps(INDEX, indent=2) + "\n", "utf-8")
     trained = load_file(weights)
-    places = {"dit": (target / "transformer" / "diffusion_pytorch_model.safetensors", ""),
-              "text_encoder": (target / "text_encoder" / "model.safetensors", "model.")}
+    places = {
+        "dit": (target / "transformer" / "diffusion_pytorch_model.safetensors", ""),
+        "text_encoder": (target / "text_encoder" / "model.safetensors", "model."),
+    }
     for part, (path, prefix) in places.items():
-        found = {name.removeprefix("pipe.").removeprefix(part + "."): value for name, value in trained.items()
-                 if name.removeprefix("pipe.").startswith(part + ".")}
+        found = {
+            name.removeprefix("pipe.").removeprefix(part + "."): value
+            for name, value in trained.items()
+            if name.removeprefix("pipe.").startswith(part + ".")
+        }
         whole = load_file(path)
         strange = [name for name in found if prefix + name not in whole]
         if strange or not found:
-            raise ValueError(f"{weights.name} has {len(found)} weights of {part}; {len(strange)} have no place in the model.")
+            raise ValueError(
+                f"{weights.name} has {len(found)} weights of {part}; {len(strange)} have no place in the model."
+            )
         for name, value in found.items():
             whole[prefix + name] = value.to(torch.bfloat16).contiguous()
         part_file = path.with_suffix(".part")

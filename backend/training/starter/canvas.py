@@ -5,9 +5,18 @@ from PIL import Image, ImageDraw
 
 SIDE = 128
 COLOURS = {
-    "red": (214, 48, 49), "orange": (240, 132, 36), "yellow": (247, 205, 60), "green": (58, 160, 80),
-    "blue": (52, 110, 220), "purple": (128, 70, 180), "pink": (240, 140, 178), "brown": (130, 84, 50),
-    "black": (28, 28, 32), "gray": (140, 142, 148), "white": (255, 255, 255), "turquoise": (52, 190, 190),
+    "red": (214, 48, 49),
+    "orange": (240, 132, 36),
+    "yellow": (247, 205, 60),
+    "green": (58, 160, 80),
+    "blue": (52, 110, 220),
+    "purple": (128, 70, 180),
+    "pink": (240, 140, 178),
+    "brown": (130, 84, 50),
+    "black": (28, 28, 32),
+    "gray": (140, 142, 148),
+    "white": (255, 255, 255),
+    "turquoise": (52, 190, 190),
 }
 SHAPES = ("circle", "square", "triangle", "star", "heart", "diamond", "hexagon", "ring")
 
@@ -33,7 +42,7 @@ def place(canvas: np.ndarray, sprite: np.ndarray, *, centre: tuple[float, float]
     layer = resized(sprite, side)
     left, top = round(centre[0] - side / 2), round(centre[1] - side / 2)
     x0, y0, x1, y1 = max(left, 0), max(top, 0), min(left + side, SIDE), min(top + side, SIDE)
-    part = layer[y0 - top:y1 - top, x0 - left:x1 - left]
+    part = layer[y0 - top : y1 - top, x0 - left : x1 - left]
     alpha = np.clip(part[..., 3:], 0, 1)
     canvas[y0:y1, x0:x1] = canvas[y0:y1, x0:x1] * (1 - alpha) + part[..., :3]
 
@@ -59,8 +68,12 @@ def shape_sprite(shape: str, colour: tuple[int, int, int]) -> np.ndarray:
     elif shape == "heart":
         pen.polygon(heart_outline(), fill=fill)
     else:
-        corners, turn, inner = {"triangle": (3, -90, None), "diamond": (4, -90, None), "hexagon": (6, 0, None),
-                                "star": (5, -90, 0.42)}[shape]
+        corners, turn, inner = {
+            "triangle": (3, -90, None),
+            "diamond": (4, -90, None),
+            "hexagon": (6, 0, None),
+            "star": (5, -90, 0.42),
+        }[shape]
         pen.polygon(polygon(corners, turn, inner, middle, 226), fill=fill)
     return np.asarray(picture.resize((SIDE, SIDE), Image.Resampling.BOX))
 
@@ -69,8 +82,10 @@ def polygon(corners: int, turn: float, inner: float | None, middle: float, radiu
     radii = [radius] if inner is None else [radius, radius * inner]
     count = corners * len(radii)
     angles = np.deg2rad(turn + 360 * np.arange(count) / count)
-    return [(middle + radii[i % len(radii)] * np.cos(a), middle + radii[i % len(radii)] * np.sin(a))
-            for i, a in enumerate(angles)]
+    return [
+        (middle + radii[i % len(radii)] * np.cos(a), middle + radii[i % len(radii)] * np.sin(a))
+        for i, a in enumerate(angles)
+    ]
 
 
 def heart_outline() -> list[tuple[float, float]]:

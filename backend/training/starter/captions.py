@@ -4,12 +4,65 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Names without an article: stuff rather than things. Plurals are found by their ending.
-STUFF = {"bread", "rice", "milk", "cheese", "bacon", "salad", "popcorn", "butter", "honey", "coffee", "tea", "beer",
-         "wine", "soda", "bubble tea", "chocolate", "lightning", "fire", "dynamite", "golf", "bowling", "ping pong",
-         "dna", "toilet paper", "money", "garlic", "corn", "broccoli", "sushi", "spaghetti", "yarn", "santa claus",
-         "yin yang", "poop", "champagne", "saturn", "earth", "candy"}
-SINGULAR_S = {"bus", "cactus", "compass", "octopus", "santa claus", "dress", "walrus", "magnifying glass", "hourglass",
-              "glass", "princess", "brontosaurus", "cross", "citrus", "christmas", "hibiscus", "platypus"}
+STUFF = {
+    "bread",
+    "rice",
+    "milk",
+    "cheese",
+    "bacon",
+    "salad",
+    "popcorn",
+    "butter",
+    "honey",
+    "coffee",
+    "tea",
+    "beer",
+    "wine",
+    "soda",
+    "bubble tea",
+    "chocolate",
+    "lightning",
+    "fire",
+    "dynamite",
+    "golf",
+    "bowling",
+    "ping pong",
+    "dna",
+    "toilet paper",
+    "money",
+    "garlic",
+    "corn",
+    "broccoli",
+    "sushi",
+    "spaghetti",
+    "yarn",
+    "santa claus",
+    "yin yang",
+    "poop",
+    "champagne",
+    "saturn",
+    "earth",
+    "candy",
+}
+SINGULAR_S = {
+    "bus",
+    "cactus",
+    "compass",
+    "octopus",
+    "santa claus",
+    "dress",
+    "walrus",
+    "magnifying glass",
+    "hourglass",
+    "glass",
+    "princess",
+    "brontosaurus",
+    "cross",
+    "citrus",
+    "christmas",
+    "hibiscus",
+    "platypus",
+}
 
 # The things a person tries first; pairs are mostly made of these.
 COMMON = """cat; dog; fox; lion; tiger; horse; unicorn; cow; pig; mouse; rabbit; bear; panda; koala; monkey; elephant;
@@ -25,8 +78,29 @@ glasses; ring; diamond; chair; bed; couch; door; phone; laptop; camera; tv; watc
 clown; astronaut; smiley; heart; bomb; magnet; anchor; steam train; alarm clock""".replace("\n", " ").split("; ")
 
 # Things whose main colour can be turned, so that "a blue car" means something.
-TINTED = ("car", "balloon", "dress", "umbrella", "bird", "tulip", "cap", "backpack", "couch", "book", "bow",
-          "teapot", "mushroom", "fish", "high heel", "bucket", "butterfly", "gloves", "dragon", "bicycle", "truck")
+TINTED = (
+    "car",
+    "balloon",
+    "dress",
+    "umbrella",
+    "bird",
+    "tulip",
+    "cap",
+    "backpack",
+    "couch",
+    "book",
+    "bow",
+    "teapot",
+    "mushroom",
+    "fish",
+    "high heel",
+    "bucket",
+    "butterfly",
+    "gloves",
+    "dragon",
+    "bicycle",
+    "truck",
+)
 COLOUR_WORDS = {"red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "gray", "white", "gold"}
 TINTS = ("red", "orange", "yellow", "green", "blue", "purple", "pink")
 
@@ -71,7 +145,9 @@ def single(concept: Concept, *, look: str, ground: str, small: bool = False, tin
         name = f"small {name}" if small else name
         phrases = [thing(name)] if rank else [name, thing(name), thing(name)]
         if look == "flat":
-            phrases = [f"a flat icon of {thing(name)}", f"{thing(name)}, flat style", f"flat {name}"][:3 if not rank else 1]
+            phrases = [f"a flat icon of {thing(name)}", f"{thing(name)}, flat style", f"flat {name}"][
+                : 3 if not rank else 1
+            ]
         elif not rank:
             phrases += [f"{thing(name)}, 3d style", f"a 3d {name}", f"a picture of {thing(name)}"][: 1 if small else 3]
         if ground != "white":
@@ -86,6 +162,13 @@ def pair(first: str, second: str, place: str) -> list[str]:
     """Captions for two things; ``place`` is "left" (first is left of second) or "above"."""
     a, b = thing(first), thing(second)
     if place == "left":
-        return [f"{a} left of {b}", f"{a} to the left of {b}", f"{b} right of {a}", f"{b} to the right of {a}",
-                f"{a} and {b}", f"{a} and {b}", f"{a} next to {b}"]
+        return [
+            f"{a} left of {b}",
+            f"{a} to the left of {b}",
+            f"{b} right of {a}",
+            f"{b} to the right of {a}",
+            f"{a} and {b}",
+            f"{a} and {b}",
+            f"{a} next to {b}",
+        ]
     return [f"{a} above {b}", f"{a} above {b}", f"{b} below {a}", f"{a} on top of {b}", f"{b} under {a}"]

@@ -10,8 +10,14 @@ import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKLQwenImage
 
-CONFIG = dict(base_dim=16, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=1, attn_scales=[],
-              temperal_downsample=[False, False, False])
+CONFIG = dict(
+    base_dim=16,
+    z_dim=16,
+    dim_mult=[1, 2, 4, 4],
+    num_res_blocks=1,
+    attn_scales=[],
+    temperal_downsample=[False, False, False],
+)
 
 
 def flatten(model: AutoencoderKLQwenImage) -> dict[str, torch.Tensor]:
@@ -69,7 +75,7 @@ def middle(p: dict, name: str, x: torch.Tensor) -> torch.Tensor:
     b, c, h, w = x.shape
     qkv = conv(p, name + ".attentions.0.to_qkv", norm(x, p[name + ".attentions.0.norm.gamma"]))
     q, k, v = qkv.reshape(b, 3, c, h * w).unbind(1)
-    weights = torch.softmax((q.transpose(1, 2) @ k).float() * c ** -0.5, -1).to(v.dtype)
+    weights = torch.softmax((q.transpose(1, 2) @ k).float() * c**-0.5, -1).to(v.dtype)
     mixed = (v @ weights.transpose(1, 2)).reshape(b, c, h, w)
     x = x + conv(p, name + ".attentions.0.proj", mixed)
     return residual(p, name + ".resnets.1", x)
@@ -116,7 +122,7 @@ def start(model: AutoencoderKLQwenImage, generator: torch.Generator) -> None:
             else:
                 last = value[:, :, -1] if value.ndim == 5 else value
                 fan_in = last[0].numel()
-                fresh = torch.randn(last.shape, generator=generator) * fan_in ** -0.5
+                fresh = torch.randn(last.shape, generator=generator) * fan_in**-0.5
                 value.zero_()
                 (value[:, :, -1] if value.ndim == 5 else value).copy_(fresh)
-        model.quant_conv.bias[CONFIG["z_dim"]:] = -6
+        model.quant_conv.bias[CONFIG["z_dim"] :] = -6

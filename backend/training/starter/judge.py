@@ -13,18 +13,65 @@ from PIL import Image, ImageDraw
 from backend.training.starter.canvas import COLOURS
 from backend.training.starter.captions import COMMON, read_concepts, thing
 
-PAIRS = ("a cat left of a dog", "a dog left of a cat", "a car right of a house", "an apple above a banana",
-         "a penguin and a guitar", "a fox to the right of a tree", "a robot left of a rocket", "a frog above a mushroom",
-         "a star below a crown", "an owl and a key", "a donut left of coffee", "a panda above a balloon",
-         "a red circle left of a blue square", "a yellow star right of a green triangle", "a purple heart above a pink ring",
-         "a black square and a red diamond")
-GROUNDS = tuple(f"{what} on a{'n' if ground[0] == 'o' else ''} {ground} background" for what, ground in zip(
-    ("a cat", "an apple", "a rocket", "a lion", "a guitar", "a rose", "a duck", "a house", "a ghost", "a cupcake", "a bus",
-     "a crab"), COLOURS, strict=True))
-TINTED = ("a blue car", "a green car", "a yellow balloon", "a purple umbrella", "a pink backpack", "an orange fish",
-          "a blue teapot", "a red dress")
-STYLES = ("a flat icon of a fox", "a fox, 3d style", "a flat icon of a pizza", "a small apple", "a small cat",
-          "a house, flat style", "a green circle", "a blue star on a yellow background")
+PAIRS = (
+    "a cat left of a dog",
+    "a dog left of a cat",
+    "a car right of a house",
+    "an apple above a banana",
+    "a penguin and a guitar",
+    "a fox to the right of a tree",
+    "a robot left of a rocket",
+    "a frog above a mushroom",
+    "a star below a crown",
+    "an owl and a key",
+    "a donut left of coffee",
+    "a panda above a balloon",
+    "a red circle left of a blue square",
+    "a yellow star right of a green triangle",
+    "a purple heart above a pink ring",
+    "a black square and a red diamond",
+)
+GROUNDS = tuple(
+    f"{what} on a{'n' if ground[0] == 'o' else ''} {ground} background"
+    for what, ground in zip(
+        (
+            "a cat",
+            "an apple",
+            "a rocket",
+            "a lion",
+            "a guitar",
+            "a rose",
+            "a duck",
+            "a house",
+            "a ghost",
+            "a cupcake",
+            "a bus",
+            "a crab",
+        ),
+        COLOURS,
+        strict=True,
+    )
+)
+TINTED = (
+    "a blue car",
+    "a green car",
+    "a yellow balloon",
+    "a purple umbrella",
+    "a pink backpack",
+    "an orange fish",
+    "a blue teapot",
+    "a red dress",
+)
+STYLES = (
+    "a flat icon of a fox",
+    "a fox, 3d style",
+    "a flat icon of a pizza",
+    "a small apple",
+    "a small cat",
+    "a house, flat style",
+    "a green circle",
+    "a blue star on a yellow background",
+)
 
 
 def load(folder: Path):
@@ -36,14 +83,23 @@ def load(folder: Path):
     return pipe
 
 
-def draw(pipe, prompts: list[str], *, seed: int, steps: int = 12, guidance: float = 3.0, together: int = 8) -> list[Image.Image]:
+def draw(
+    pipe, prompts: list[str], *, seed: int, steps: int = 12, guidance: float = 3.0, together: int = 8
+) -> list[Image.Image]:
     """One picture of 128x128 for each prompt, every one from the same noise of ``seed``."""
     pictures = []
     for start in range(0, len(prompts), together):
-        part = list(prompts[start:start + together])
+        part = list(prompts[start : start + together])
         noise = [torch.Generator().manual_seed(seed) for _ in part]
-        pictures += pipe(part, negative_prompt=[" "] * len(part), true_cfg_scale=guidance, num_inference_steps=steps,
-                         width=128, height=128, generator=noise).images
+        pictures += pipe(
+            part,
+            negative_prompt=[" "] * len(part),
+            true_cfg_scale=guidance,
+            num_inference_steps=steps,
+            width=128,
+            height=128,
+            generator=noise,
+        ).images
     return pictures
 
 
@@ -73,12 +129,19 @@ def exam(pipe, out: Path, *, count: int, seed: int) -> None:
 
 
 def gallery(pipe, out: Path, *, seed: int) -> None:
-    for name, prompts, columns in (("pairs", PAIRS, 8), ("grounds", GROUNDS, 6), ("tinted", TINTED, 8), ("styles", STYLES, 8)):
+    for name, prompts, columns in (
+        ("pairs", PAIRS, 8),
+        ("grounds", GROUNDS, 6),
+        ("tinted", TINTED, 8),
+        ("styles", STYLES, 8),
+    ):
         sheet(draw(pipe, list(prompts), seed=seed), columns, list(prompts)).save(out / f"{name}.png")
 
 
 @torch.no_grad()
-def right_against_wrong(pipe, dataset: Path, *, count: int = 64, levels=(0.99, 0.9, 0.8)) -> dict[float, tuple[float, float]]:
+def right_against_wrong(
+    pipe, dataset: Path, *, count: int = 64, levels=(0.99, 0.9, 0.8)
+) -> dict[float, tuple[float, float]]:
     """Mean squared error of the predicted clean latents with the picture's caption and with another picture's."""
     lines = [json.loads(line) for line in (dataset / "metadata.jsonl").read_text("utf-8").splitlines()]
     chosen = [lines[i] for i in np.random.default_rng(1).permutation(len(lines))[:count]]
@@ -86,23 +149,31 @@ def right_against_wrong(pipe, dataset: Path, *, count: int = 64, levels=(0.99, 0
     x = torch.from_numpy(pictures).permute(0, 3, 1, 2)[:, :, None].to(torch.bfloat16) / 127.5 - 1
     shape = (1, pipe.vae.config.z_dim, 1, 1, 1)
     mean, std = (torch.tensor(v).view(shape) for v in (pipe.vae.config.latents_mean, pipe.vae.config.latents_std))
-    clean = ((torch.cat([pipe.vae.encode(part).latent_dist.mode() for part in x.split(8)]).float() - mean) / std)[:, :, 0]
+    clean = ((torch.cat([pipe.vae.encode(part).latent_dist.mode() for part in x.split(8)]).float() - mean) / std)[
+        :, :, 0
+    ]
     captions = [line["prompt"][0] for line in chosen]
     found = {}
     for level in levels:
         noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))
         noisy = (1 - level) * clean + level * noise
-        found[level] = tuple(error(pipe, noisy, clean, level, texts) for texts in (captions, captions[1:] + captions[:1]))
+        found[level] = tuple(
+            error(pipe, noisy, clean, level, texts) for texts in (captions, captions[1:] + captions[:1])
+        )
     return found
 
 
 def error(pipe, noisy: torch.Tensor, clean: torch.Tensor, level: float, texts: list[str]) -> float:
     tokens = pipe._pack_latents(noisy, *noisy.shape)
     embeds, mask = pipe.encode_prompt(texts)
-    velocity = pipe.transformer(hidden_states=tokens.to(torch.bfloat16), timestep=torch.full((len(texts),), level),
-                                encoder_hidden_states=embeds, encoder_hidden_states_mask=mask,
-                                img_shapes=[[(1, noisy.shape[2] // 2, noisy.shape[3] // 2)]] * len(texts),
-                                return_dict=False)[0].float()
+    velocity = pipe.transformer(
+        hidden_states=tokens.to(torch.bfloat16),
+        timestep=torch.full((len(texts),), level),
+        encoder_hidden_states=embeds,
+        encoder_hidden_states_mask=mask,
+        img_shapes=[[(1, noisy.shape[2] // 2, noisy.shape[3] // 2)]] * len(texts),
+        return_dict=False,
+    )[0].float()
     guess = tokens - level * velocity
     return (guess - pipe._pack_latents(clean, *clean.shape)).square().mean().item()
 

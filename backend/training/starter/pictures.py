@@ -44,7 +44,9 @@ def one(sprite: np.ndarray, ground: str, side: int = canvas.SIDE) -> np.ndarray:
     return picture
 
 
-def add_concept(out: Set, number: int, concept: Concept, looks: dict[str, np.ndarray], rng: np.random.Generator) -> None:
+def add_concept(
+    out: Set, number: int, concept: Concept, looks: dict[str, np.ndarray], rng: np.random.Generator
+) -> None:
     """White, coloured, flat, small and (where it makes sense) tinted pictures of one thing."""
     key = f"{number:03d}-{concept.name.replace(' ', '_')}"
     solid, flat = looks["3d"], looks["flat"]

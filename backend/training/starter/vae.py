@@ -22,6 +22,7 @@ CROP = 64
 
 # Pictures
 
+
 def scene(sprites: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """A random training picture ``[128, 128, 3]`` uint8: sprites, shapes, pixel art and soft gradients."""
     names = list(canvas.COLOURS)
@@ -41,7 +42,7 @@ def scene(sprites: np.ndarray, rng: np.random.Generator) -> np.ndarray:
             sprite = sprites[rng.integers(len(sprites)), rng.integers(2)]
             if rng.random() < 0.06:
                 block = int(rng.choice([4, 8]))
-                sprite = sprite[block // 2::block, block // 2::block].repeat(block, 0).repeat(block, 1)
+                sprite = sprite[block // 2 :: block, block // 2 :: block].repeat(block, 0).repeat(block, 1)
         side = canvas.SIDE if rng.random() < 0.5 else int(rng.integers(44, 140))
         centre = (64, 64) if side >= canvas.SIDE else tuple(rng.uniform(36, 92, 2))
         canvas.place(picture, sprite, centre=centre, side=side)
@@ -50,7 +51,7 @@ def scene(sprites: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 def crop(picture: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     x, y = rng.integers(0, canvas.SIDE - CROP + 1, 2)
-    part = picture[y:y + CROP, x:x + CROP]
+    part = picture[y : y + CROP, x : x + CROP]
     return part[:, ::-1] if rng.random() < 0.5 else part
 
 
@@ -71,6 +72,7 @@ def as_tensor(pictures: np.ndarray) -> torch.Tensor:
 
 # Loss
 
+
 def edges(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Mean distance of the horizontal and vertical differences of two pictures."""
     d = a - b
@@ -80,8 +82,13 @@ def edges(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def distance(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     out, x = out.float().contiguous(), x.contiguous()
     small_out, small = F.avg_pool2d(out, 2), F.avg_pool2d(x, 2)
-    return (F.l1_loss(out, x) + 0.5 * edges(out, x) + 0.25 * edges(small_out, small) + F.mse_loss(out, x)
-            + F.l1_loss(F.avg_pool2d(out, 8), F.avg_pool2d(x, 8)))
+    return (
+        F.l1_loss(out, x)
+        + 0.5 * edges(out, x)
+        + 0.25 * edges(small_out, small)
+        + F.mse_loss(out, x)
+        + F.l1_loss(F.avg_pool2d(out, 8), F.avg_pool2d(x, 8))
+    )
 
 
 def objective(p: dict, x: torch.Tensor, *, halved: bool, decoder_only: bool = False) -> torch.Tensor:
@@ -100,6 +107,7 @@ def objective(p: dict, x: torch.Tensor, *, halved: bool, decoder_only: bool = Fa
 
 # The loop
 
+
 def psnr(p: dict, pictures: torch.Tensor) -> float:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         out = torch.cat([decode(p, encode(p, part)[0]) for part in pictures.split(8)]).float().clamp(-1, 1)
@@ -116,7 +124,7 @@ def reduce(learnt: list[torch.Tensor], seconds: float, ranks: int) -> float:
     buffer /= ranks
     at = 0
     for g in grads:
-        g.copy_(buffer[at:at + g.numel()].view_as(g))
+        g.copy_(buffer[at : at + g.numel()].view_as(g))
         at += g.numel()
     return buffer[-1].item()
 
@@ -134,8 +142,12 @@ def network(options: argparse.Namespace) -> tuple[AutoencoderKLQwenImage, dict[s
     else:
         model = AutoencoderKLQwenImage(**CONFIG)
         start(model, torch.Generator().manual_seed(0))
-    flat = {name: value.detach().contiguous(memory_format=torch.channels_last).requires_grad_() if value.ndim == 4 else value
-            for name, value in flatten(model).items()}
+    flat = {
+        name: value.detach().contiguous(memory_format=torch.channels_last).requires_grad_()
+        if value.ndim == 4
+        else value
+        for name, value in flatten(model).items()
+    }
     learnt = [value for name, value in flat.items() if not options.decoder_only or name.startswith(("decoder", "post"))]
     return model, flat, learnt
 
@@ -177,7 +189,7 @@ def train(rank: int, ranks: int, options: argparse.Namespace) -> None:
         step += 1
         seen = 0.98 * seen + 0.02 * loss.item()
         if step % 200 == 0 and rank == 0:
-            note = {"step": step, "seconds": round(seconds), "loss": round(seen / (1 - 0.98 ** step), 4)}
+            note = {"step": step, "seconds": round(seconds), "loss": round(seen / (1 - 0.98**step), 4)}
             if step % 800 == 0:
                 note["psnr"] = round(psnr(flat, exam), 2)
                 save(model, flat, options.out)

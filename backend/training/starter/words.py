@@ -19,9 +19,18 @@ from transformers import DynamicCache, Qwen2_5_VLConfig, Qwen2_5_VLForConditiona
 from backend.schema.messages import Trouble
 
 VOCABULARY = 2048
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
-           "<|video_pad|>")
-SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 PREFIX_TOKENS, EDIT_PREFIX_TOKENS, SUFFIX_TOKENS = 34, 64, 5
 
 
@@ -46,15 +55,26 @@ def make_tokenizer(captions: list[str], folder: Path) -> Qwen2Tokenizer:
         plain = [text.replace(token, "\n") for text in plain]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY - len(SPECIAL), show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - len(SPECIAL), show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
     tokenizer.train_from_iterator(captions + plain * 2000, trainer)
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    wrapped = Qwen2Tokenizer(tokenizer_object=tokenizer, pad_token=SPECIAL[0], eos_token=SPECIAL[0], unk_token=SPECIAL[0],
-                             extra_special_tokens=list(SPECIAL[1:]), model_max_length=1024)
+    wrapped = Qwen2Tokenizer(
+        tokenizer_object=tokenizer,
+        pad_token=SPECIAL[0],
+        eos_token=SPECIAL[0],
+        unk_token=SPECIAL[0],
+        extra_special_tokens=list(SPECIAL[1:]),
+        model_max_length=1024,
+    )
     wrapped.save_pretrained(folder)
     loaded = Qwen2Tokenizer.from_pretrained(folder)
     check_prefixes(loaded)
@@ -73,13 +93,35 @@ def make_encoder(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneratio
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
     config = Qwen2_5_VLConfig(
-        text_config=dict(hidden_size=192, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
-                         intermediate_size=512, vocab_size=VOCABULARY, max_position_embeddings=2048, rope_parameters=rope,
-                         pad_token_id=ids["<|endoftext|>"], eos_token_id=ids["<|im_end|>"], bos_token_id=None),
-        vision_config=dict(depth=1, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=192,
-                           fullatt_block_indexes=[0], in_channels=3, patch_size=14),
-        image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"], tie_word_embeddings=True)
+        text_config=dict(
+            hidden_size=192,
+            num_hidden_layers=3,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            intermediate_size=512,
+            vocab_size=VOCABULARY,
+            max_position_embeddings=2048,
+            rope_parameters=rope,
+            pad_token_id=ids["<|endoftext|>"],
+            eos_token_id=ids["<|im_end|>"],
+            bos_token_id=None,
+        ),
+        vision_config=dict(
+            depth=1,
+            hidden_size=32,
+            intermediate_size=64,
+            num_heads=2,
+            out_hidden_size=192,
+            fullatt_block_indexes=[0],
+            in_channels=3,
+            patch_size=14,
+        ),
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=True,
+    )
     torch.manual_seed(0)
     return Qwen2_5_VLForConditionalGeneration(config)
 
@@ -96,7 +138,7 @@ def features(dataset: Path, lines: list[dict]) -> tuple[torch.Tensor, torch.Tens
     for i, name in enumerate(names):
         half = Image.open(dataset / name).convert("RGB").resize((64, 64), Image.Resampling.BOX)
         whole = np.asarray(half)
-        quadrants = [whole[y:y + 32, x:x + 32] for y in (0, 32) for x in (0, 32)]
+        quadrants = [whole[y : y + 32, x : x + 32] for y in (0, 32) for x in (0, 32)]
         views[i] = np.stack([*quadrants, np.asarray(half.resize((32, 32), Image.Resampling.BOX))])
     flat = torch.from_numpy(views.reshape(len(names), 5, -1)).float().div_(127.5).sub_(1)
     torch.manual_seed(0)
@@ -109,8 +151,9 @@ def features(dataset: Path, lines: list[dict]) -> tuple[torch.Tensor, torch.Tens
     return torch.stack(targets, 1), torch.tensor([row[line["image"]] for line in lines])
 
 
-def hidden_states(encoder: Qwen2_5_VLForConditionalGeneration, prefix: torch.Tensor, ids: torch.Tensor,
-                  mask: torch.Tensor) -> torch.Tensor:
+def hidden_states(
+    encoder: Qwen2_5_VLForConditionalGeneration, prefix: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
     """Last states of the tokens after the template's beginning, ``[batch, tokens, hidden]``.
 
     The beginning (``prefix``, ``[1, 34]``) is the same for every prompt and attention is causal, so it runs once for the
@@ -122,11 +165,14 @@ def hidden_states(encoder: Qwen2_5_VLForConditionalGeneration, prefix: torch.Ten
     model(input_ids=prefix, position_ids=at[:start].expand(3, 1, -1), cache=cache, use_cache=True)
     cache.batch_repeat_interleave(rows)
     whole = torch.cat([torch.ones(rows, start, dtype=mask.dtype), mask], 1)
-    return model(input_ids=ids, attention_mask=whole, position_ids=at[start:].expand(3, rows, -1), cache=cache,
-                 use_cache=True).last_hidden_state
+    return model(
+        input_ids=ids, attention_mask=whole, position_ids=at[start:].expand(3, rows, -1), cache=cache, use_cache=True
+    ).last_hidden_state
 
 
-def suffix_states(encoder: Qwen2_5_VLForConditionalGeneration, tokenizer: Qwen2Tokenizer, texts: list[str]) -> torch.Tensor:
+def suffix_states(
+    encoder: Qwen2_5_VLForConditionalGeneration, tokenizer: Qwen2Tokenizer, texts: list[str]
+) -> torch.Tensor:
     """States of the five tokens after the prompt, ``[batch, 5, hidden]``."""
     beginning, ending = templates()[0].split("{}")
     prefix = torch.tensor([tokenizer(beginning).input_ids])
@@ -140,11 +186,15 @@ def optimisers(encoder: torch.nn.Module, head: torch.nn.Module, rate: float) -> 
     matrices = [p for n, p in encoder.named_parameters() if p.ndim == 2 and "layers." in n and "visual" not in n]
     chosen = {id(p) for p in matrices}
     rest = [p for n, p in encoder.named_parameters() if id(p) not in chosen and "visual" not in n]
-    return [torch.optim.Muon(matrices, lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW([*rest, *head.parameters()], lr=rate, betas=(0.9, 0.99), weight_decay=0.0)]
+    return [
+        torch.optim.Muon(matrices, lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([*rest, *head.parameters()], lr=rate, betas=(0.9, 0.99), weight_decay=0.0),
+    ]
 
 
-def warm_up(dataset: Path, folder: Path, *, minutes: float, batch: int = 96, rate: float = 3e-3, more: bool = False) -> float:
+def warm_up(
+    dataset: Path, folder: Path, *, minutes: float, batch: int = 96, rate: float = 3e-3, more: bool = False
+) -> float:
     """Train tokenizer and encoder into ``folder``; returns the last smoothed error (1 is as good as the mean picture).
 
     ``more`` goes on from the encoder that is there.
@@ -176,7 +226,10 @@ def warm_up(dataset: Path, folder: Path, *, minutes: float, batch: int = 96, rat
         step += 1
         seen += (loss.item() - seen) * max(0.02, 1 / step)
         if step % 50 == 0:
-            print(json.dumps({"step": step, "seconds": round(time.monotonic() - began), "error": round(seen, 4)}), flush=True)
+            print(
+                json.dumps({"step": step, "seconds": round(time.monotonic() - began), "error": round(seen, 4)}),
+                flush=True,
+            )
     encoder.to(torch.bfloat16).save_pretrained(folder / "text_encoder")
     return seen
 
@@ -189,7 +242,11 @@ def main() -> None:
     parser.add_argument("--more", action="store_true", help="go on from the encoder in OUT")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(json.dumps({"error": round(warm_up(options.dataset, options.out, minutes=options.minutes, more=options.more), 4)}))
+    print(
+        json.dumps(
+            {"error": round(warm_up(options.dataset, options.out, minutes=options.minutes, more=options.more), 4)}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -9,8 +9,13 @@ from PIL import Image
 from backend.training.starter.pen import Pen, Point, arc
 
 BODY, BELLY, DARK, CHEEK, LEAF, FEET = (
-    (46, 196, 182), (235, 252, 235), (24, 44, 66), (255, 150, 150), (112, 193, 60), (255, 159, 28),
-)  # fmt: skip
+    (46, 196, 182),
+    (235, 252, 235),
+    (24, 44, 66),
+    (255, 150, 150),
+    (112, 193, 60),
+    (255, 159, 28),
+)
 GROUNDS = {
     "white": (255, 255, 255), "blue": (96, 150, 235), "yellow": (250, 214, 96), "pink": (248, 178, 204),
     "green": (130, 190, 110), "purple": (150, 110, 200), "orange": (245, 160, 80), "gray": (170, 174, 180),
@@ -25,14 +30,23 @@ def drop(centre: Point, size: float, lean: float) -> list[Point]:
         turn = math.radians(3 * step)
         narrow = 1 - 0.5 * max(0.0, -math.sin(turn)) ** 1.6
         up = -math.sin(turn)
-        outline.append((x + size * (math.cos(turn) * narrow + lean * max(0.0, up) ** 2), y + size * 1.12 * math.sin(turn)))
+        outline.append(
+            (x + size * (math.cos(turn) * narrow + lean * max(0.0, up) ** 2), y + size * 1.12 * math.sin(turn))
+        )
     return outline
 
 
 def zubi(
-    pen: Pen, *, centre: Point = (0.5, 0.56), size: float = 0.27, lean: float = 0.0, look: Point = (0.0, 0.0),
-    mouth: str = "smile", eyes: str = "open", arms: tuple[float, float] = (35.0, 145.0),
-) -> None:  # fmt: skip
+    pen: Pen,
+    *,
+    centre: Point = (0.5, 0.56),
+    size: float = 0.27,
+    lean: float = 0.0,
+    look: Point = (0.0, 0.0),
+    mouth: str = "smile",
+    eyes: str = "open",
+    arms: tuple[float, float] = (35.0, 145.0),
+) -> None:
     """The creature: a turquoise drop with a leaf on its head, a pale belly and orange feet. `arms`: degrees, 0 to the right."""
     x, y = centre
     for side in (-1, 1):
@@ -50,8 +64,12 @@ def zubi(
 
 
 def _leaf(root: Point, length: float) -> list[Point]:
-    upper = [(root[0] + length * t, root[1] - 0.42 * length * math.sin(math.pi * t) - 0.25 * length * t) for t in _steps()]
-    lower = [(root[0] + length * t, root[1] + 0.2 * length * math.sin(math.pi * t) - 0.25 * length * t) for t in _steps()]
+    upper = [
+        (root[0] + length * t, root[1] - 0.42 * length * math.sin(math.pi * t) - 0.25 * length * t) for t in _steps()
+    ]
+    lower = [
+        (root[0] + length * t, root[1] + 0.2 * length * math.sin(math.pi * t) - 0.25 * length * t) for t in _steps()
+    ]
     return upper + lower[::-1]
 
 
@@ -77,7 +95,11 @@ def _face(pen: Pen, centre: Point, size: float, look: Point, mouth: str, eyes: s
     elif mouth == "smile":
         pen.stroke(arc(lips, 0.16 * size, 0.12 * size, 20, 160), 0.055 * size, DARK)
     else:
-        pen.stroke([(lips[0] - 0.1 * size, lips[1] + 0.08 * size), (lips[0] + 0.1 * size, lips[1] + 0.08 * size)], 0.05 * size, DARK)
+        pen.stroke(
+            [(lips[0] - 0.1 * size, lips[1] + 0.08 * size), (lips[0] + 0.1 * size, lips[1] + 0.08 * size)],
+            0.05 * size,
+            DARK,
+        )
 
 
 def _hat(pen: Pen) -> None:

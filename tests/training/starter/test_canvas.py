@@ -41,7 +41,7 @@ def test_shapes_are_of_one_colour_and_fill_a_good_part(shape):
 def test_shapes_differ():
     outlines = [canvas.shape_sprite(shape, (0, 0, 0))[..., 3] > 128 for shape in canvas.SHAPES]
     for i, first in enumerate(outlines):
-        assert all((first != second).mean() > 0.02 for second in outlines[i + 1:])
+        assert all((first != second).mean() > 0.02 for second in outlines[i + 1 :])
 
 
 def test_a_tint_turns_the_main_colour_and_leaves_the_rest():

@@ -28,9 +28,18 @@ def test_common_and_tinted_things_are_concepts():
 
 @pytest.mark.parametrize(
     ("name", "phrase"),
-    [("cat", "a cat"), ("apple", "an apple"), ("unicorn", "a unicorn"), ("ufo", "a ufo"), ("scissors", "scissors"),
-     ("cactus", "a cactus"), ("bread", "bread"), ("magnifying glass", "a magnifying glass"), ("umbrella", "an umbrella")],
-)  # fmt: skip
+    [
+        ("cat", "a cat"),
+        ("apple", "an apple"),
+        ("unicorn", "a unicorn"),
+        ("ufo", "a ufo"),
+        ("scissors", "scissors"),
+        ("cactus", "a cactus"),
+        ("bread", "bread"),
+        ("magnifying glass", "a magnifying glass"),
+        ("umbrella", "an umbrella"),
+    ],
+)
 def test_articles(name, phrase):
     assert thing(name) == phrase
 

@@ -57,8 +57,11 @@ def test_a_step_lowers_the_loss_on_its_own_batch(autoencoder):
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    captions = [f"a {thing} on a {colour} background" for thing in ("cat", "dog", "car", "rose", "house")
-                for colour in ("red", "green", "blue", "white")] * 5
+    captions = [
+        f"a {thing} on a {colour} background"
+        for thing in ("cat", "dog", "car", "rose", "house")
+        for colour in ("red", "green", "blue", "white")
+    ] * 5
     return words.make_tokenizer(captions, tmp_path_factory.mktemp("tokenizer"))
 
 
@@ -78,14 +81,19 @@ def test_sharing_the_templates_start_changes_nothing(tokenizer):
         shared = words.suffix_states(encoder, tokenizer, prompts)
     for row, (states, mask) in enumerate(zip(plain, whole.attention_mask, strict=True)):
         end = int(mask.sum())
-        assert (states[end - words.SUFFIX_TOKENS:end] - shared[row]).abs().max() < 1e-5
+        assert (states[end - words.SUFFIX_TOKENS : end] - shared[row]).abs().max() < 1e-5
 
 
 def test_a_fresh_transformer_predicts_nothing_yet():
     model = assemble.fresh_transformer()
     with torch.no_grad():
-        out = model(hidden_states=torch.randn(1, 16, 64), encoder_hidden_states=torch.randn(1, 7, 192),
-                    timestep=torch.tensor([0.5]), img_shapes=[[(1, 4, 4)]], return_dict=False)[0]
+        out = model(
+            hidden_states=torch.randn(1, 16, 64),
+            encoder_hidden_states=torch.randn(1, 7, 192),
+            timestep=torch.tensor([0.5]),
+            img_shapes=[[(1, 4, 4)]],
+            return_dict=False,
+        )[0]
     assert out.shape == (1, 16, 64) and not out.any()
 
 
@@ -93,8 +101,10 @@ def test_trained_weights_are_put_in_their_places_and_strange_ones_refused(tmp_pa
     from safetensors.torch import load_file, save_file
 
     base = tmp_path / "base"
-    for part, names in (("transformer/diffusion_pytorch_model", ["img_in.weight"]),
-                        ("text_encoder/model", ["model.norm.weight", "visual.x"])):
+    for part, names in (
+        ("transformer/diffusion_pytorch_model", ["img_in.weight"]),
+        ("text_encoder/model", ["model.norm.weight", "visual.x"]),
+    ):
         path = base / f"{part}.safetensors"
         path.parent.mkdir(parents=True)
         save_file({name: torch.zeros(3, dtype=torch.bfloat16) for name in names}, path)
@@ -102,7 +112,11 @@ def test_trained_weights_are_put_in_their_places_and_strange_ones_refused(tmp_pa
     good = {"dit.img_in.weight": torch.ones(3), "text_encoder.norm.weight": torch.full((3,), 2.0)}
     save_file(good, tmp_path / "good.safetensors")
     assemble.install(tmp_path / "good.safetensors", base, tmp_path / "out")
-    assert load_file(tmp_path / "out/transformer/diffusion_pytorch_model.safetensors")["img_in.weight"].tolist() == [1, 1, 1]
+    assert load_file(tmp_path / "out/transformer/diffusion_pytorch_model.safetensors")["img_in.weight"].tolist() == [
+        1,
+        1,
+        1,
+    ]
     text = load_file(tmp_path / "out/text_encoder/model.safetensors")
     assert text["model.norm.weight"].tolist() == [2, 2, 2] and not text["visual.x"].any()
     assert json.loads((tmp_path / "out/transformer/config.json").read_text()) == {"a": 1}

@@ -38,8 +38,15 @@ def test_the_stock_pipeline_draws_a_red_apple():
     torch.set_num_threads(1)
     pipe = QwenImagePipeline.from_pretrained(STARTER, torch_dtype=torch.bfloat16, local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
-    drawn = pipe(["an apple", "a blue circle"], negative_prompt=[" ", " "], true_cfg_scale=3.0, num_inference_steps=8,
-                 width=128, height=128, generator=[torch.Generator().manual_seed(seed) for seed in (0, 0)]).images
+    drawn = pipe(
+        ["an apple", "a blue circle"],
+        negative_prompt=[" ", " "],
+        true_cfg_scale=3.0,
+        num_inference_steps=8,
+        width=128,
+        height=128,
+        generator=[torch.Generator().manual_seed(seed) for seed in (0, 0)],
+    ).images
     apple, circle = (numpy.asarray(picture, numpy.float32) for picture in drawn)
     red, green, blue = apple[52:76, 52:76].mean((0, 1))
     assert red > green + 60 and red > blue + 30
