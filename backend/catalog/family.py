@@ -11,6 +11,7 @@ A family is a module of `backend/families` with these names:
     DEFAULTS: Defaults
     SCHEDULER: dict                     scheduler_config.json where a model brings none
     SIZES: SizeRule
+    TRAINING_SCHEDULE: TrainingSchedule (of families that train) noise levels that a run practises where it says nothing else
 
 and, unless it is only a set of name maps, the functions that `docs/architecture.md` lists. Two functions may be absent:
 
@@ -138,6 +139,18 @@ class SizeRule:
     pixels: int = 0
     compression: int = 8  # pixels per latent cell
     patch: int = 2  # latent cells per token
+
+
+@dataclass(frozen=True)
+class TrainingSchedule:
+    """The noise levels that a family is trained at, as DiffSynth-Studio's `FlowMatchScheduler` sets them for training.
+
+    Even levels from 1 down, each shifted to `shift` * s / (1 + (`shift` - 1) * s), then stretched towards 0 so that the last is `terminal`
+    (None: as they are). An exponential shift by mu is `shift` = e^mu.
+    """
+
+    shift: float
+    terminal: float | None = None
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ Qwen2.5-VL is two parts: its language half (`text_encoder`), and for the variant
 
 from __future__ import annotations
 
+import math
+
 from backend.catalog.edited import edited_size, reference_pixels, size_within
-from backend.catalog.family import Defaults, LoraTargets, NameMap, Part, SizeRule
+from backend.catalog.family import Defaults, LoraTargets, NameMap, Part, SizeRule, TrainingSchedule
 from backend.catalog.qwen_files import (
     EDITING,
     LORA_SIGNS,
@@ -107,6 +109,7 @@ BLOCK_STREAMS = (
 )  # what a block takes and gives; the picture's last
 NOT_DRAWN = ("layered",)  # variants that need more than a prompt
 SIZES = SizeRule(multiple=16, pixels=1328 * 1328)
+TRAINING_SCHEDULE = TrainingSchedule(shift=math.exp(0.8), terminal=0.02)  # at every size, as DiffSynth-Studio trains it
 
 
 def prepare(name: str, module) -> None:

@@ -74,7 +74,7 @@ class TrainingSection:
     )
     lr_restarts: int = knob(1, help="Cycles of cosine_with_restarts.", low=1, high=1000, level="advanced")
     max_grad_norm: float = knob(
-        1.0, help="Gradients longer than this are shortened to it; 0 never.", low=0.0, high=10**6, level="advanced"
+        0.0, help="Gradients longer than this are shortened to it; 0 never.", low=0.0, high=10**6, level="advanced"
     )
     ema_decay: float = knob(
         0.0,
@@ -106,9 +106,11 @@ class TrainingSection:
 @dataclass(frozen=True)
 class LossSection:
     timestep_sampling: str = knob(
-        "uniform",
-        help="Which noise levels are practised. shifted: uniform, then moved as the model's own schedule does.",
-        choices=("uniform", "logit_normal", "mode", "shifted"),
+        "scheduler",
+        help="Which noise levels are practised. scheduler: those of the family's training schedule, as DiffSynth-Studio sets it (Qwen-Image: 1000 "
+        "levels shifted by mu 0.8); shifted: those of the schedule that the model draws a picture of this size with. direct_distill draws its steps "
+        "from one of the two: from the latter unless this is scheduler.",
+        choices=("scheduler", "uniform", "logit_normal", "mode", "shifted"),
         level="advanced",
     )
     logit_mean: float = knob(0.0, help="Mean of logit_normal.", low=-10.0, high=10.0, level="advanced")
@@ -121,9 +123,9 @@ class LossSection:
     )
     high_noise_from: float = knob(0.8, help="Where those begin.", low=0.0, high=0.999, level="advanced")
     loss_weighting: str = knob(
-        "none",
-        help="Weight of a sample by its noise level: none, scheduler (DiffSynth's bell), min_snr.",
-        choices=("none", "scheduler", "min_snr"),
+        "scheduler",
+        help="Weight of a sample by its noise level: scheduler (the bell of DiffSynth-Studio's training schedule), none, min_snr.",
+        choices=("scheduler", "none", "min_snr"),
         level="advanced",
     )
     min_snr_gamma: float = knob(5.0, help="Limit of min_snr.", low=0.1, high=1000.0, level="advanced")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 import traceback
@@ -15,6 +16,9 @@ from backend.schema.places import places
 from backend.schema.training import TrainingConfig
 from backend.training import early
 from backend.training.reporter import Reporter
+
+
+OBJECTIVE = ("timestep_sampling", "loss_weighting", "max_grad_norm")
 
 
 def main(argv: list[str]) -> int:
@@ -45,7 +49,8 @@ def read_arguments(argv: list[str]) -> tuple[TrainingConfig, Path]:
         raise Trouble(
             "missing_file", f"There is no run in {folder}: it holds no config.json.", hint="Give a run's folder."
         )
-    config = from_file_text(TrainingConfig, file.read_text(encoding="utf-8"))
+    text = file.read_text(encoding="utf-8")
+    config = _objective_kept(from_file_text(TrainingConfig, text), text, folder)
     if len(argv) > 1:
         from backend.schema.knobs import to_values
 
@@ -58,6 +63,20 @@ def read_arguments(argv: list[str]) -> tuple[TrainingConfig, Path]:
     if not config.output.resume_from_checkpoint and any((folder / "checkpoints").glob("step-*/state.json")):
         config = _with_output(config, resume_from_checkpoint="latest")
     return config, folder
+
+
+def _objective_kept(config: TrainingConfig, text: str, folder: Path) -> TrainingConfig:
+    """`config` with the objective that the run's newest state was made with, where its settings (`text`) say nothing of it: files hold
+    what differs from the defaults, and the defaults of an earlier version were others."""
+    states = sorted((folder / "checkpoints").glob("step-*/state.json"))
+    if not states:
+        return config
+    try:
+        then = json.loads(states[-1].read_text(encoding="utf-8"))["facts"]["config"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return config  # a damaged state is told of when it is loaded
+    silent = [name for name in OBJECTIVE if name in then and name not in json.loads(text)]
+    return from_values(TrainingConfig, {name: then[name] for name in silent}, base=config)
 
 
 def _with_output(config: TrainingConfig, **changes) -> TrainingConfig:
@@ -126,8 +145,6 @@ def _claim(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[s
 
 def _refuse_second(folder: Path) -> None:
     """Raises Trouble where another process still trains in `folder`: each would write over what the other saves."""
-    import json
-
     import psutil
 
     try:
@@ -202,8 +219,6 @@ def _made_something(folder: Path) -> bool:
 
 
 def _process_text(argv: list[str], folder: Path) -> str:
-    import json
-
     import psutil
 
     own = psutil.Process()

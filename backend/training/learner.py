@@ -49,7 +49,7 @@ class Material:
 class Learner(torch.nn.Module):
     """Holds parts under their own names, so that parameters are called `parts.dit.…`.
 
-    `forward(material, loss)` gives (weighted sum over the samples of the batch, detached errors of the samples).
+    `forward(material, loss)` gives (weighted sum over the samples of the batch, detached losses of the samples).
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class Learner(torch.nn.Module):
         with self._casting(x.device):
             velocity = self.family.predict(self.named_parts(), x, material.draws.sigma, condition)
         each = errors(velocity, material.draws.noise - material.latents, material.mask)
-        weighted = each * level_weight(material.draws.sigma, loss) * material.weights
-        return weighted.sum(), each.detach()
+        each = each * level_weight(material.draws.sigma, loss, self.family.TRAINING_SCHEDULE)
+        return (each * material.weights).sum(), each.detach()
 
     def _drawn(self, material: Material, condition) -> torch.Tensor:
         """The picture that the student draws in its few steps; gradients pass through all of them."""

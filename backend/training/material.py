@@ -54,6 +54,7 @@ def prepare_source(
         latent_store=Store(folder and folder / "latents", shared=shared),
         text_store=Store(folder and folder / "texts"),
         schedule=schedules(base),
+        training_schedule=base.family.TRAINING_SCHEDULE,
         reference_sizes=[()] * len(items),
         processor=processor,
     )

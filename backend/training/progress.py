@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -189,7 +190,8 @@ def _errors(run: Run, number: int, places: tuple[int, ...], levels: tuple[float,
     material = run.source.material(Batch(items=(number,) * len(places), places=places), scale=1.0)
     material.draws.sigma.copy_(torch.tensor(levels))
     with run.accelerator.autocast():
-        return run.learner(material.to(run.device), run.config.loss)[1].float().tolist()
+        plain = replace(run.config.loss, loss_weighting="none")  # the levels are few and fixed: each counts as much
+        return run.learner(material.to(run.device), plain)[1].float().tolist()
 
 
 def memory() -> dict[str, int]:

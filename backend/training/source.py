@@ -9,6 +9,7 @@ from random import Random
 
 import torch
 
+from backend.catalog.family import TrainingSchedule
 from backend.schema.messages import Trouble
 from backend.training.batches import Batch
 from backend.training.cache import Store, View, read_mask
@@ -17,7 +18,7 @@ from backend.training.crops import cut
 from backend.training.dataset import Item
 from backend.training.edits import Shown, open_shown
 from backend.training.learner import Material
-from backend.training.objective import Draws, draw, seed_of
+from backend.training.objective import Draws, draw, seed_of, training_levels
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Source:
     text_store: Store
     config: object
     schedule: Callable[..., torch.Tensor]  # (size, steps) -> the model's own noise levels
+    training_schedule: TrainingSchedule
     references: dict[View, tuple[str, ...]] = field(default_factory=dict)  # view -> keys of what it is edited from
     reference_sizes: list[tuple[tuple[int, int], ...]] = field(default_factory=list)  # of each item (height, width)
     shown: dict[str, Shown] = field(default_factory=dict)  # key of a reference -> the picture it was made of
@@ -93,8 +95,7 @@ class Source:
         draws, levels = None, None
         if config.training.task.startswith("direct_distill"):
             steps = self.items[batch.items[0]].steps or config.loss.distill_steps
-            draws, levels = self._start(batch, latents[0].shape), self.schedule(size, steps)
-        needs_schedule = config.loss.timestep_sampling == "shifted"
+            draws, levels = self._start(batch, latents[0].shape), self._steps(size, steps)
         return Material(
             latents=torch.stack(latents),
             prompts=tuple(prompts),
@@ -111,12 +112,27 @@ class Source:
                 batch.places,
                 config.loss,
                 seed=seed,
-                schedule=self.schedule(size) if needs_schedule else None,
+                schedule=self._practised(size),
             ),
             weights=torch.tensor([scale * self._counts(number) for number in batch.items]),
             mask=torch.stack(masks) if masks else None,
             levels=levels,
         )
+
+    def _practised(self, size: tuple[int, int]) -> torch.Tensor | None:
+        """The noise levels that are drawn evenly, where a schedule says them."""
+        match self.config.loss.timestep_sampling:
+            case "scheduler":
+                return training_levels(self.training_schedule)
+            case "shifted":
+                return self.schedule(size)[:-1]
+        return None
+
+    def _steps(self, size: tuple[int, int], steps: int) -> torch.Tensor:
+        """(steps + 1,): the noise levels between which a student draws."""
+        if self.config.loss.timestep_sampling == "scheduler":
+            return torch.cat([training_levels(self.training_schedule, steps), torch.zeros(1)])
+        return self.schedule(size, steps)
 
     def _start(self, batch: Batch, shape) -> Draws:
         """Where a student begins: the very noise from which its teacher drew the picture, if the dataset tells its seed."""

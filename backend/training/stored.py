@@ -130,6 +130,7 @@ def read(folder: Path, base: Base, config) -> Source:
         text_store=Store(folder / "texts"),
         config=config,
         schedule=schedules(base),
+        training_schedule=base.family.TRAINING_SCHEDULE,
         references=references,
         reference_sizes=reference_sizes,
     )

@@ -48,7 +48,7 @@ def by_hand(model: Path, folder: Path, places: list[int]) -> float:
     from backend.schema.training import LossSection
     from backend.training.batches import epoch_batches
     from backend.training.dataset import Item
-    from backend.training.objective import draw
+    from backend.training.objective import draw, training_levels
 
     spec = identify_model(model, FAMILIES)
     parts = {name: load_part(spec.parts[name], dtype=torch.float32) for name in ("text_encoder", "vision")}
@@ -87,7 +87,8 @@ def by_hand(model: Path, folder: Path, places: list[int]) -> float:
             embeds = qwen_image.encode_text(parts, [row["prompt"]], pictures=[edited])[0]["embeds"][None]
             sized = [one.resize(qwen_image.size_within(one.size, 64 * 64), Image.Resampling.LANCZOS) for one in edited]
             references = [latents(one) for one in sized]
-            draws = draw(tuple(target.shape[1:]), (place,), LossSection(), seed=0)
+            levels = training_levels(qwen_image.TRAINING_SCHEDULE)
+            draws = draw(tuple(target.shape[1:]), (place,), LossSection(), seed=0, schedule=levels)
             sigma = draws.sigma.view(-1, 1, 1, 1)
             x = (1 - sigma) * target + sigma * draws.noise
             tokens = torch.cat([packed(one) for one in (x, *references)], dim=1)
@@ -100,7 +101,9 @@ def by_hand(model: Path, folder: Path, places: list[int]) -> float:
                 encoder_hidden_states_mask=torch.ones(embeds.shape[:2], dtype=torch.bool),
             ).sample
             wanted = packed(draws.noise - target)
-            found.append(float(((velocity[:, : wanted.shape[1]] - wanted) ** 2).mean()))
+            bell = torch.exp(-2 * (torch.cat([draws.sigma, levels]) - 0.5) ** 2)
+            bell = (bell - bell.min()) / (bell[1:] - bell.min()).mean()
+            found.append(float(((velocity[:, : wanted.shape[1]] - wanted) ** 2).mean() * bell[0]))
     return sum(found) / len(found)
 
 

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
+import numpy
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from backend.families.qwen_image import TRAINING_SCHEDULE as SCHEDULE
+from backend.host.runs import command_of
+from backend.schema.knobs import from_flags
 from backend.schema.messages import Trouble
-from backend.schema.training import LossSection, TrainingSection
-from backend.training.objective import Draws, draw, errors, level_weight, noisy
+from backend.schema.training import LossSection, TrainingConfig, TrainingSection
+from backend.training.objective import Draws, draw, errors, level_weight, noisy, training_levels
 from backend.training.optimizers import Lion, Mean, make_optimizers, rate_factor, set_rates
+from studio.presets import apply, presets
 
 pytestmark = pytest.mark.torch
 
 
 def levels(count: int = 4000, **settings) -> torch.Tensor:
+    settings = {"timestep_sampling": "uniform", **settings}
     schedule = settings.pop("schedule", None)
     return draw((1, 1, 1), range(count), replace(LossSection(), **settings), seed=3, schedule=schedule).sigma
 
 
 def test_what_is_drawn_follows_from_seed_and_place():
-    section = LossSection()
+    section = replace(LossSection(), timestep_sampling="uniform")
     whole = draw((2, 3, 3), range(6), section, seed=1)
     part = draw((2, 3, 3), (4, 2), section, seed=1)
     assert torch.equal(part.noise[0], whole.noise[4]) and torch.equal(part.sigma, whole.sigma[[4, 2]])
@@ -49,12 +56,52 @@ def test_levels_are_distributed_as_named():
 
 def test_weights_of_levels():
     sigma = torch.linspace(0.001, 0.999, 1001)
-    bell = level_weight(sigma, replace(LossSection(), loss_weighting="scheduler"))
-    assert abs(float(bell.mean()) - 1) < 0.01 and int(bell.argmax()) == 500 and float(bell[0]) < 0.02
-    snr = level_weight(sigma, replace(LossSection(), loss_weighting="min_snr", min_snr_gamma=5.0))
+    snr = level_weight(sigma, replace(LossSection(), loss_weighting="min_snr", min_snr_gamma=5.0), SCHEDULE)
     ratio = ((1 - sigma) / sigma) ** 2
     torch.testing.assert_close(snr, torch.minimum(ratio, torch.tensor(5.0)) * sigma**2)
-    assert torch.equal(level_weight(sigma, LossSection()), torch.ones_like(sigma))
+    plain = level_weight(sigma, replace(LossSection(), loss_weighting="none"), SCHEDULE)
+    assert torch.equal(plain, torch.ones_like(sigma))
+
+
+def scheduler_of_diffsynth(count: int = 1000) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """(levels, weights) of DiffSynth-Studio's `FlowMatchScheduler("Qwen-Image")` after `set_timesteps(count, training=True)`, by its formula."""
+    even = numpy.linspace(1.0, 0.0, count + 1)[:-1]
+    shifted = math.exp(0.8) / (math.exp(0.8) + (1 / even - 1))
+    levels = 1 - (1 - shifted) / ((1 - shifted[-1]) / (1 - 0.02))
+    bell = numpy.exp(-2 * ((levels * 1000 - 500) / 1000) ** 2)
+    return levels, (bell - bell.min()) * (1000 / (bell - bell.min()).sum())
+
+
+def test_what_no_flag_says_is_diffsynths_objective():
+    """Levels, how often each is drawn, weights, no clipping: what a script means that says nothing of them."""
+    says_nothing = from_flags(TrainingConfig, [])
+    levels, weights = scheduler_of_diffsynth()
+    ours = training_levels(SCHEDULE)
+    numpy.testing.assert_allclose(ours, levels, atol=1e-6)
+    numpy.testing.assert_allclose(level_weight(ours, says_nothing.loss, SCHEDULE), weights, atol=1e-5)
+    drawn = draw((1, 1, 1), range(20_000), says_nothing.loss, seed=3, schedule=ours).sigma
+    places = torch.bucketize(-drawn, -ours)  # 20 of each of the 1000 are expected
+    assert torch.equal(ours[places], drawn)
+    hundredths = torch.bincount(places // 10, minlength=100)
+    assert abs(float(((hundredths - 200.0) ** 2 / 200.0).sum()) - 99) < 6 * math.sqrt(2 * 99)  # chi square
+    assert abs(float(drawn.mean()) - 0.6376) < 0.01
+    assert says_nothing.training.max_grad_norm == 0
+
+
+@pytest.mark.parametrize("steps", [1, 4, 8])
+def test_a_student_draws_in_the_steps_of_the_training_schedule(steps: int):
+    levels = training_levels(SCHEDULE, steps)
+    if steps == 1:  # nothing can be stretched there
+        assert levels.tolist() == [1.0]
+    else:
+        numpy.testing.assert_allclose(levels, scheduler_of_diffsynth(steps)[0], atol=1e-6)
+
+
+def test_the_forms_presets_say_their_objective_openly():
+    for preset in presets():
+        assert {"timestep_sampling", "loss_weighting", "max_grad_norm"} <= preset.values.keys(), preset.name
+        command = command_of(apply(preset, TrainingConfig()))
+        assert "--timestep_sampling" in command and "--loss_weighting" in command and "--max_grad_norm" in command
 
 
 def test_noise_is_mixed_in_and_errors_are_means():

@@ -32,6 +32,7 @@ RUN = {
     "timestep_sampling": "logit_normal",
     "high_noise_share": 0.3,
     "high_noise_from": 0.8,
+    "loss_weighting": "none",
     "caption_dropout": 0.1,
     "mixed_precision": "bf16",
     "save_steps": 400,
