@@ -17,7 +17,6 @@ from backend.schema.training import TrainingConfig
 from backend.training import early
 from backend.training.reporter import Reporter
 
-
 OBJECTIVE = ("timestep_sampling", "loss_weighting", "max_grad_norm")
 
 
