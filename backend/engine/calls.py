@@ -26,10 +26,16 @@ class Call:
     way_back: Pass | None = None
 
     def hold(self, motion: Motion, direction: int = 1) -> None:
+        """All of it or, where that fails, nothing."""
         if self.block_held:
             motion.hold(self.unit, direction)
         if self.layer_held:
-            motion.hold_layer(self.layer)
+            try:
+                motion.hold_layer(self.layer)
+            except BaseException:
+                if self.block_held:
+                    motion.let_go(self.unit, look_ahead=False)
+                raise
 
     def let_go(self, motion: Motion) -> None:
         if self.layer_held:
@@ -112,6 +118,6 @@ def _way_back(placement, call: Call) -> Pass:
 
 
 def _forget_broken(placement) -> None:
-    """A backward pass that raised has left its holdings behind."""
+    """Lets go of what a backward pass that raised has left held."""
     for way_back in list(placement.passes):
         way_back.end_backward()

@@ -101,8 +101,8 @@ class Pass:
 
     def begin_backward(self) -> None:
         if not self.held:
-            self.held = True
             self._hold(self)
+            self.held = True
             Variable._execution_engine.queue_callback(_if_alive(self.end_backward))
 
     def end_backward(self) -> None:

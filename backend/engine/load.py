@@ -6,7 +6,6 @@ private, so a change of a weight never reaches the file.
 
 from __future__ import annotations
 
-import errno
 import mmap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -16,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from backend.catalog.spec import PartSpec, TensorAt
-from backend.engine import light
+from backend.engine import light, shortage
 from backend.engine.gguf_blocks import TYPES, Blocks
 from backend.schema.messages import Trouble
 
@@ -161,7 +160,7 @@ def open_maps(files: Iterable[Path]) -> dict[Path, mmap.mmap]:
         except FileNotFoundError:
             raise Trouble("missing_file", f"{path} is no longer there.", hint="Was it moved or renamed?") from None
         except (OSError, ValueError) as error:
-            if getattr(error, "errno", None) == errno.ENOMEM:
+            if shortage.is_one(error):
                 raise
             raise Trouble("damaged", f"{path} cannot be read: {error}.") from None
     return maps

@@ -14,7 +14,7 @@ import torch
 from backend.catalog.header import read_header
 from backend.catalog.parts import read_json
 from backend.catalog.spec import TensorAt
-from backend.engine import load
+from backend.engine import load, shortage
 from backend.schema.messages import Trouble
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
@@ -104,6 +104,8 @@ def read_pickle(path: Path) -> dict[str, torch.Tensor]:
     except FileNotFoundError:
         raise Trouble("missing_file", f"There is no file {path}.", hint="Check the path.") from None
     except Exception as error:  # unpickling strangers' bytes fails in every way there is
+        if shortage.is_one(error):
+            raise
         raise Trouble(
             "damaged",
             f"{path.name} cannot be read as a file of weights alone.",

@@ -21,6 +21,7 @@ from backend.schema.messages import Trouble
 from backend.schema.vram import DTYPES, Card
 
 GIB = 2**30
+RAM = torch.device("cpu")
 _ACCELERATORS = ("cuda", "xpu", "npu", "mps")
 
 
@@ -53,7 +54,7 @@ def check_device(device: str) -> torch.device:
             hint=f"Choose {default_device()} in the preferences.",
         )
     if wanted.type == "mps":
-        return wanted
+        return torch.device("mps")  # there is one
     index = wanted.index or 0
     if index >= module.device_count():
         raise Trouble(
@@ -102,6 +103,23 @@ def ram() -> tuple[int, int]:
     if limit is not None and limit < total:
         total, free = limit, min(free, max(0, limit - used))
     return total, free
+
+
+def is_ram(device: torch.device) -> bool:
+    """Whether tensors on `device` lie in RAM, where the processor computes."""
+    return device == RAM
+
+
+def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether `tensor` lies on `device`; one that is named without a number ("mps", "cuda") is any of its kind."""
+    here = tensor.device
+    return here.type == device.type and device.index in (None, here.index)
+
+
+def processes_here() -> int:
+    """Processes of one run on this machine, which share its RAM (torchrun and accelerate say so)."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(said)) if said.isdigit() else 1
 
 
 def _cgroup(root: Path = Path("/sys/fs/cgroup")) -> tuple[int | None, int]:

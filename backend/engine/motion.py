@@ -54,7 +54,7 @@ class Motion:
             self._order = Order(positions)
         self._order.restart()
         largest = max((source_of(unit).layout.nbytes for unit in self._streamed.values()), default=0)
-        self.fetched = Buffers(largest, min(self.staging, len(positions)), self.device)
+        self.fetched = Buffers(largest, min(self.staging, len(positions)), self.device, self.fetcher.claim)
         self.cast = Buffers(cast_bytes, 1, self.device)
 
     def staging_bytes(self) -> int:
@@ -84,29 +84,30 @@ class Motion:
             slot.num_users += 1
             return slot
         self._order.note(unit.position, direction)
-        if slot is None:
-            slot = self.fetched.take(unit.position, keep=self._ahead(), must=True)
-            self.fetcher.start(slot, _bytes_of(unit), source_of(unit).layout.nbytes)
+        slot = slot or self._fetch(unit, must=True)
         self.fetcher.wait(slot)
         self.fetched.touch(slot)
         slot.num_users = 1
-        self.bind_uncast(unit, self.tensors(unit))
-        self.look_ahead()
+        try:
+            self.bind_uncast(unit, self.tensors(unit))
+            self.look_ahead()
+        except BaseException:  # nobody will let go of what was never held
+            slot.num_users = 0
+            self._leave(unit, slot)
+            raise
         return slot
 
     def is_held(self, unit: Unit) -> bool:
         slot = self.fetched.find(unit.position)
         return slot is not None and slot.num_users > 0
 
-    def let_go(self, unit: Unit) -> None:
+    def let_go(self, unit: Unit, *, look_ahead: bool = True) -> None:
         slot = self.fetched.find(unit.position)
         slot.num_users -= 1
         if slot.num_users == 0:
-            self.fetcher.leave(slot)
-            for index in range(len(unit.names)):
-                self.unbind(unit, index)
-            self.fetched.trim()
-            self.look_ahead()
+            self._leave(unit, slot)
+            if look_ahead:
+                self.look_ahead()
 
     def tensors(self, unit: Unit) -> list[torch.Tensor]:
         """The stored tensors of `unit` on the computing device; a streamed unit must be held."""
@@ -122,7 +123,11 @@ class Motion:
         slot = self.cast.find(layer.key)
         if slot is None:
             slot = self.cast.take(layer.key, must=True)
-            self._cast_into(slot, layer)
+            try:
+                self._cast_into(slot, layer)
+            except BaseException:  # else the next call would believe that the numbers are there
+                slot.key = None
+                raise
         self.cast.touch(slot)
         slot.num_users += 1
         if slot.num_users == 1:
@@ -185,9 +190,12 @@ class Motion:
         """Gives the modules new parameters of the computation's shape, dtype and device (or on `device`) that hold no numbers yet."""
         for unit in units:
             for index, places in enumerate(unit.targets):
+                field = unit.computing.fields[index]
                 with torch.inference_mode(False):
-                    nothing = self.placeholder(unit, index)
-                    nothing = torch.empty_like(nothing, device=device) if device else nothing
+                    if device is None:
+                        nothing = self.placeholder(unit, index)
+                    else:
+                        nothing = torch.empty(field.shape, dtype=field.dtype, device=device)
                     parameter = nn.Parameter(nothing, requires_grad=False)
                 for owner, leaf in places:
                     if leaf in owner._parameters:
@@ -197,15 +205,28 @@ class Motion:
 
     def look_ahead(self) -> None:
         """Begins to fetch what comes next, as far as buffers are free."""
-        ahead = self._ahead()
-        for position in ahead:
-            if self.fetched.find(position) is not None:
-                continue
-            slot = self.fetched.take(position, keep=ahead)
-            if slot is None:
+        for position in self._ahead():
+            if self.fetched.find(position) is None and self._fetch(self._streamed[position]) is None:
                 return
-            unit = self._streamed[position]
+
+    def _fetch(self, unit: Unit, *, must: bool = False) -> Slot | None:
+        """A slot that `unit` is on its way to; None where none is free, unless it `must`."""
+        slot = self.fetched.take(unit.position, keep=self._ahead(), must=must)
+        if slot is None:
+            return None
+        try:
             self.fetcher.start(slot, _bytes_of(unit), source_of(unit).layout.nbytes)
+        except BaseException:
+            slot.key = None
+            raise
+        return slot
+
+    def _leave(self, unit: Unit, slot: Slot) -> None:
+        """Nobody holds `unit` any more: what follows may overwrite its slot."""
+        self.fetcher.leave(slot)
+        for index in range(len(unit.names)):
+            self.unbind(unit, index)
+        self.fetched.trim()
 
     def empty(self) -> None:
         """Gives the buffers back."""
@@ -222,6 +243,7 @@ class Motion:
         self.empty()
         self.fetcher.close()
         self._placeholders.clear()
+        self._factors.clear()
 
     def _ahead(self) -> tuple[int, ...]:
         return tuple(self._order.ahead(self.fetched.count))

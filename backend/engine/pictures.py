@@ -9,6 +9,7 @@ import torch
 from PIL import Image, ImageOps
 
 from backend.catalog.photo import in_rgb, on_white
+from backend.engine import shortage
 from backend.schema.messages import Trouble
 
 MOST_PIXELS = 2**27  # 134 million: an honest photograph has fewer; a bomb has more
@@ -23,11 +24,13 @@ def open_picture(path: str | Path) -> Image.Image:
                     "bad_picture", f"{Path(path).name} has {picture.width} x {picture.height} pixels, too many."
                 )
             return in_rgb(picture)
-    except (Trouble, MemoryError):
+    except Trouble:
         raise
     except FileNotFoundError:
         raise Trouble("missing_file", f"There is no picture {path}.", hint="Choose it again.") from None
     except Exception as error:  # decoders raise what they like
+        if shortage.is_one(error):
+            raise
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error).rstrip(".")
         raise Trouble("bad_picture", f"{Path(path).name} is not a picture that can be read: {why}.") from None
 

@@ -65,13 +65,20 @@ class Pipeline:
         self.configs, self.limit_bytes = dict(configs or {}), vram_limit_bytes
         self.resident_blocks = dict(resident_blocks or {})  # of parts that are streamed, the blocks that stay
         self.adapters = lora.Adapters({}, family=self.family, specs=spec.parts, families=families.FAMILIES)
-        for name in spec.parts:
+        try:
+            self._load_all(on_bytes)
+        except BaseException:  # no memory, or cancelled: nothing of it stays
+            self.close()
+            raise
+
+    def _load_all(self, on_bytes: Callable[[str, int, int], None] | None) -> None:
+        for name in self.spec.parts:
             tell = partial(on_bytes, name) if on_bytes else None
             rungs.again(self, name, partial(self._load, name, tell), when=f"{rungs.called(name)} was loaded")
-        if spec.tokenizer is not None and hasattr(self.family, "load_tokenizer"):
-            self.parts["tokenizer"] = self.family.load_tokenizer(spec.tokenizer)
-        if spec.processor is not None and editing.edits(spec, self.family):
-            self.parts["processor"] = self.family.load_processor(spec.processor, spec.variant)
+        if self.spec.tokenizer is not None and hasattr(self.family, "load_tokenizer"):
+            self.parts["tokenizer"] = self.family.load_tokenizer(self.spec.tokenizer)
+        if self.spec.processor is not None and editing.edits(self.spec, self.family):
+            self.parts["processor"] = self.family.load_processor(self.spec.processor, self.spec.variant)
 
     def _load(self, name: str, tell: Callable[[int, int], None] | None) -> None:
         part = self.spec.parts[name]
@@ -81,12 +88,17 @@ class Pipeline:
         if placed.is_placed(self, name):
             module = load.build_meta(part)
             placed.place(self, name, module, tell)
-            if multiplies:
-                native_fp8.prepare(self.placements[name])
         else:
             module = load.load_part(part, dtype=self.dtype, device=self.device, on_bytes=tell)
-        if hasattr(self.family, "prepare"):
-            self.family.prepare(name, module)
+        try:
+            if multiplies:
+                native_fp8.prepare(self.placements[name])
+            if hasattr(self.family, "prepare"):
+                self.family.prepare(name, module)
+        except BaseException:  # it may be loaded again
+            if name in self.placements:
+                self.placements.pop(name).close()
+            raise
         self.parts[name] = self.adapters.modules[name] = module
 
     @contextmanager

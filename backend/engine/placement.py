@@ -17,6 +17,7 @@ What others may rely on:
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -36,6 +37,7 @@ from backend.engine.units import Unit, convert, find_units, move_others, stored_
 from backend.schema.vram import VramConfig
 
 _PLACED = "_placement"  # the attribute of a placed module
+_BETWEEN = "between"  # the level of a placement that is being moved, or could not be moved whole
 STAGING = 2  # buffers that blocks are fetched into: one computes, the next arrives
 
 
@@ -101,6 +103,7 @@ class Placement:
         self._reader = reader
         self._residence = Residence(reader, self.device, part.nbytes)
         self.motion = Motion(reader, self.device, self.dtype, staging)
+        self._ending = weakref.finalize(self, self.motion.fetcher.abandon)  # where nobody closes it
         self._may_prepare: set[int] = set()
         self.lock = threading.RLock()
         self.calls: list[Call] = []
@@ -179,7 +182,8 @@ class Placement:
         as a compiled block needs them, else layer by layer through a smaller buffer. `codes`: which tensors a layer takes as FP8 codes."""
         self.offload()
         with self.lock:
-            self.motion.empty()
+            self.level = _BETWEEN
+            self._let_go()
             for hook in self._hooks:
                 hook.remove()
             self.whole, self.layers = whole, find_layers(self.units, whole)
@@ -188,6 +192,7 @@ class Placement:
                 unit.codes = codes(unit)
                 self._enter(unit, self.states.offload)
             self._plan()
+            self.level = "offload"
 
     def close(self) -> None:
         """Gives everything back, open files and the reading thread included; the module keeps its shapes, on the meta device."""
@@ -197,7 +202,9 @@ class Placement:
             self.level = "closed"
             for hook in self._hooks:
                 hook.remove()
+            self._let_go()
             self.motion.close()
+            self._ending.detach()
             for unit in self.units:
                 unit.stored = unit.parked = unit.ready = None
             self.motion.make_parameters(self.units, "meta")
@@ -213,8 +220,8 @@ class Placement:
         if not unit.block:
             self._enter(unit, self.states.computation)
         elif unit.position in self._may_prepare:
-            self._may_prepare.discard(unit.position)
             self._enter(unit, self.states.preparing)
+            self._may_prepare.discard(unit.position)
         else:
             return True
         self._residence.finish()
@@ -236,14 +243,21 @@ class Placement:
             assert self.level != "closed", "the placement was closed"
             if self.level == level:
                 return
+            self.level = _BETWEEN  # for as long as anything can fail: the next try begins where this one ended
+            if not self.states.resident:
+                self._let_go()
+                for unit in self.units:
+                    self._enter(unit, getattr(self.states, level))
+                self._plan(level)
             self.level = level
-            if self.states.resident:
-                return
-            self.calls.clear()
-            self.motion.empty()
-            for unit in self.units:
-                self._enter(unit, getattr(self.states, level))
-            self._plan()
+
+    def _let_go(self) -> None:
+        """Nothing is held any more, neither by calls nor by passes that raised, and no buffer is kept."""
+        for way_back in self.passes:
+            way_back.held = False
+        self.passes.clear()
+        self.calls.clear()
+        self.motion.empty()
 
     def _enter(self, unit: Unit, state: State) -> None:
         """Brings the weights of `unit` into `state`, and gives them to the modules for good where that is how the computation takes them."""
@@ -267,9 +281,9 @@ class Placement:
         if here:
             self.motion.bind_uncast(unit, new.tensors)
 
-    def _plan(self) -> None:
+    def _plan(self, level: str = "offload") -> None:
         """Decides which blocks may stay on the computing device, and makes the buffers for the others."""
-        onloaded, preparing = self.level == "onload", self.states.preparing
+        onloaded, preparing = level == "onload", self.states.preparing
         self._may_prepare = self._choose() if onloaded else set()
         if onloaded and self.limit_bytes != 0 and preparing.device != self.device:
             for unit in self.blocks:  # takes no memory of the computing device
@@ -289,7 +303,7 @@ class Placement:
         if self.limit_bytes is None:
             return {unit.position for unit in blocks}
         sizes = [stored_layout(unit, preparing.dtype).nbytes for unit in blocks]
-        used = memory.allocated(self.device) if self.device.type != "cpu" else 0
+        used = 0 if memory.is_ram(self.device) else memory.allocated(self.device)
         used += sum(unit.computing.nbytes for unit in self.units if not unit.block)
         used += self._cast_bytes(preparing) + cast_on_the_way(blocks, preparing.dtype)
         fetched = max((source_of(unit).layout.nbytes for unit in blocks), default=0) * self.motion.staging

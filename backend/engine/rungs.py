@@ -77,7 +77,7 @@ def again(pipeline, part: str, work: Callable, *, when: str, own: Sequence[Rung]
         try:
             return work()
         except shortage.KINDS as error:
-            if not shortage.is_one(error):
+            if not shortage.is_one(error, pipeline.device):
                 raise
             rung = _next(pipeline, part, own, of_ram=shortage.is_of_ram(error, pipeline.device))
             if rung is None:
@@ -92,7 +92,7 @@ def again(pipeline, part: str, work: Callable, *, when: str, own: Sequence[Rung]
 
 def _take(pipeline, rung: Rung) -> None:
     memory.give_back(pipeline.device)
-    with shortage.passed_over():  # `work` will run out again, and the next rung is tried
+    with shortage.passed_over(pipeline.device):  # `work` will run out again, and the next rung is tried
         rung.take()
     memory.give_back(pipeline.device)
 

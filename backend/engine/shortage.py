@@ -13,17 +13,46 @@ from backend.engine import memory
 from backend.schema.messages import Trouble
 
 KINDS = (RuntimeError, MemoryError, OSError)  # what it can come as
+SURELY_FULL = 0.1  # of a card: with less of it free, an error that may have other reasons is one of memory
 _MESSAGES = (
+    # torch's own allocators: CUDA, HIP, XPU, NPU, MPS, the CPU
     "out of memory",
-    "outofmemory",
+    "outofmemory",  # also Metal's kIOGPUCommandBufferCallbackErrorOutOfMemory and hipErrorOutOfMemory
+    "invalid buffer size:",  # MPS, of a tensor larger than any buffer
     "can't allocate memory",
     "cannot allocate memory",
     "not enough memory",
     "bad_alloc",
-    "status_alloc_failed",  # cuBLAS and cuDNN, for workspaces of their own
-    "unable to find a valid cudnn algorithm",  # none whose workspace fits
+    "bad allocation",  # the same of Microsoft's library
+    "paging file is too small",
     "can't start new thread",  # there is no room for its stack
+    # drivers and libraries, for memory and workspaces of their own
+    "errormemoryallocation",  # cudaErrorMemoryAllocation
+    "status_alloc_failed",  # cuBLAS, cuDNN, cuSPARSE, cuSOLVER, hipBLAS
+    "statusallocfailed",  # MIOpen
+    "cufft_alloc_failed",
+    "rocblas_status_memory_error",
+    "status_insufficient_resources",  # cuSPARSE
+    "_allocation_failed",  # cuDNN 9: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED and its like
+    "_allocation_failure",  # SYCL: MEM_OBJECT_ALLOCATION_FAILURE
+    "out_of_device_memory",  # Level Zero by SYCL: UR_RESULT_ERROR_..., ZE_RESULT_ERROR_...
+    "out_of_host_memory",
+    "error_out_of_resources",  # the same, UR_ and PI_; HSA's begins with STATUS_
+    "status_error_out_of_resources",
+    "failed to cuda calloc",  # NCCL
+    "failed to cuda host alloc",
+    "failed to allocate memory",  # CANN
+    "unable to find a valid cudnn algorithm",  # none whose workspace fits
     "could not create a primitive",  # oneDNN, whose convolutions found no room
+)
+_MAYBE = (  # what else such a library says when its workspace or its handle found no room
+    "unable to find an engine",  # cuDNN 8 and 9: every engine was tried, and each one's own error was dropped
+    "_status_not_initialized",  # of cublasCreate, cudnnCreate and their like
+    "_status_internal_error",
+    "cufft_internal_error",
+    "miopenstatusinternalerror",
+    "miopenstatusunknownerror",
+    "unhandled cuda error",  # NCCL
 )
 _OF_RAM = (
     "defaultcpuallocator",
@@ -31,18 +60,38 @@ _OF_RAM = (
     "cannot allocate memory",
     "not enough memory",
     "bad_alloc",
+    "bad allocation",
+    "paging file is too small",
     "can't start new thread",
+    "out_of_host_memory",
+    "host_allocation_failed",
+    "failed to cuda host alloc",
 )
 _WINDOWS = (8, 14, 1455)  # no memory for a command, for an operation; the paging file is too small
 
 
-def is_one(error: BaseException) -> bool:
-    """Whether `error` says that memory ran out, on a card or in RAM."""
+def is_one(error: BaseException, device: torch.device | str | None = None) -> bool:
+    """Whether `error` says that memory ran out, on a card or in RAM. Of what a library may say for other reasons too, only where hardly any
+    of the card is free: of `device`, or of the accelerator that is there."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, OSError):  # of a mapping
         return error.errno == errno.ENOMEM or getattr(error, "winerror", None) in _WINDOWS
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _MESSAGES)
+    if not isinstance(error, RuntimeError):
+        return False
+    said = str(error).lower()
+    return any(words in said for words in _MESSAGES) or (any(words in said for words in _MAYBE) and _is_full(device))
+
+
+def _is_full(device: torch.device | str | None) -> bool:
+    device = torch.device(device or memory.default_device())
+    if device.type == "cpu":
+        return False
+    try:
+        total, free = memory.card_memory(device)
+    except RuntimeError:  # the card answers nothing any more: another fault
+        return False
+    return free < SURELY_FULL * total
 
 
 def is_of_ram(error: BaseException, device: torch.device) -> bool:
@@ -67,13 +116,13 @@ def forget(error: BaseException) -> None:
 
 
 @contextlib.contextmanager
-def passed_over() -> Iterator[list[BaseException]]:
+def passed_over(device: torch.device | str | None = None) -> Iterator[list[BaseException]]:
     """Where memory runs out within, goes on after it; the list then has the error, which holds no tensors any more."""
     found: list[BaseException] = []
     try:
         yield found
     except KINDS as error:
-        if not is_one(error):
+        if not is_one(error, device):
             raise
         forget(error)
         found.append(error)

@@ -7,7 +7,6 @@ backwards (6, 5, 4 -> 3) and the turn (6, 7, 7 -> 6) are told apart, whatever th
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,10 +14,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from backend.engine.stream import Span, allocate, cut
+from backend.engine import memory
+from backend.engine.pump import Pump, streams_of
+from backend.engine.stream import Span, allocate
 
 START = (None, None, None)
-BOUNCE_BYTES = 32 << 20  # of each of two pinned buffers between disk and accelerator
 
 
 class Order:
@@ -72,7 +72,14 @@ class Slot:
     arrived: object | None = None  # the event after which an accelerator may read it
     left: object | None = None  # the event after which it may be written again
     last_used: int = 0
+    landed: torch.Tensor | None = None  # bytes in RAM that are still to be copied, where the device has no streams
+    aside: torch.Tensor | None = None  # RAM that the thread reads a file into there
     views: dict = field(default_factory=dict)  # per layout, made once
+
+    @property
+    def is_still(self) -> bool:
+        """Whether nobody uses it and nothing is on its way to it."""
+        return self.num_users == 0 and self.filling is None and self.arrived is None
 
     @property
     def address(self) -> int:
@@ -80,10 +87,12 @@ class Slot:
 
 
 class Buffers:
-    """At most `count` slots of `nbytes` each; more only while more than that are in use at the same time."""
+    """At most `count` slots of `nbytes` each; more only while more than that are in use at the same time. `on_new` is told of each one's memory."""
 
-    def __init__(self, nbytes: int, count: int, device: torch.device):
-        self.nbytes, self.count, self.device = nbytes, count, device
+    def __init__(
+        self, nbytes: int, count: int, device: torch.device, on_new: Callable[[torch.Tensor], None] = lambda _: None
+    ):
+        self.nbytes, self.count, self.device, self._on_new = nbytes, count, device, on_new
         self.slots: list[Slot] = []
         self._clock = 0
 
@@ -101,6 +110,7 @@ class Buffers:
         spare = [slot for slot in free if slot.key not in keep]
         if len(self.slots) < self.count or (must and not free):
             slot = Slot(allocate(self.nbytes, self.device))
+            self._on_new(slot.buffer)
             self.slots.append(slot)
         elif spare or (must and free):
             slot = min(spare or free, key=lambda slot: (slot.key is not None, slot.last_used))
@@ -117,7 +127,7 @@ class Buffers:
     def trim(self) -> None:
         """Gives back what went beyond `count` once it is free."""
         while len(self.slots) > self.count:
-            spare = next((slot for slot in self.slots if slot.num_users == 0 and slot.filling is None), None)
+            spare = next((slot for slot in self.slots if slot.is_still), None)
             if spare is None:
                 return
             self.slots.remove(spare)
@@ -130,33 +140,47 @@ class Buffers:
 
 
 class Fetcher:
-    """Moves bytes to `device`: `from_disk` by a thread, `from_memory` by a copy on a stream of its own where the device has streams."""
+    """Moves bytes to `device` ahead of time: from a file by a thread, from RAM by a copy on a stream of its own. Where the device has no streams the
+    thread fills RAM, and whoever needs the block copies it: only one thread uses the device then."""
 
     def __init__(self, reader, device: torch.device):
         self.reader, self.device = reader, device
         self.num_bytes = 0
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
-        self._bounce: list[list] = []
-        module = torch.get_device_module(device) if device.type != "cpu" else None
-        self._module = module if hasattr(module, "Stream") else None
-        self._stream = self._module.Stream(device) if self._module else None
+        self._pump = Pump(reader, device)
+        self._streams = streams_of(device)
+        self._stream = self._streams.Stream(device) if self._streams else None
+
+    def claim(self, buffer: torch.Tensor) -> None:
+        """The memory of `buffer` is handed on, once nothing refers to it, only when the copies to it that are under way have ended: the allocator
+        knows of itself only what the stream does that the buffer was made on."""
+        if self._stream is not None:
+            buffer.record_stream(self._stream)
 
     def start(self, slot: Slot, source: torch.Tensor | tuple[Span, ...], nbytes: int) -> None:
         """Begins to fill `slot` with a block: spans of files, or bytes in RAM. `wait` before it is read."""
         self.num_bytes += nbytes
         if slot.filling is not None:
             slot.filling.cancel()  # nobody came for it; if it has begun, the one thread ends it before it takes up the new one
-        slot.arrived = None
+        slot.arrived = slot.landed = None
         if slot.left is None:
             self.leave(slot)  # its memory may just have been freed by what still runs
-        pinned = isinstance(source, torch.Tensor) and (self.device.type == "cpu" or source.is_pinned())
-        if pinned:
+        in_ram = isinstance(source, torch.Tensor)
+        if in_ram and (self._stream is None or source.is_pinned()):
             if slot.filling is not None and not slot.filling.cancelled():
                 slot.filling.exception()
             slot.filling = None
-            self._copy(slot.buffer[:nbytes], source[:nbytes], slot)
+            if memory.is_ram(self.device):
+                slot.buffer[:nbytes].copy_(source[:nbytes])
+            elif self._stream is None:
+                slot.landed = source[:nbytes]
+            else:
+                slot.arrived = self._copy(slot.buffer[:nbytes], source[:nbytes], slot)
         else:
+            if self._stream is None and not memory.is_ram(self.device):
+                slot.aside = allocate(slot.buffer.numel(), memory.RAM) if slot.aside is None else slot.aside
+                slot.landed = slot.aside[:nbytes]
             slot.filling = self._executor().submit(self._through_thread, slot, source)
 
     def wait(self, slot: Slot) -> None:
@@ -164,19 +188,22 @@ class Fetcher:
         if slot.filling is not None:
             filling, slot.filling = slot.filling, None
             try:
-                filling.result()
+                slot.arrived = filling.result()
             except BaseException:
-                slot.key = None
+                slot.key = slot.landed = None
                 raise
+        if slot.landed is not None:
+            landed, slot.landed = slot.landed, None
+            slot.buffer[: landed.numel()].copy_(landed)
         if slot.arrived is not None:
-            self._module.current_stream(self.device).wait_event(slot.arrived)
+            self._streams.current_stream(self.device).wait_event(slot.arrived)
             slot.arrived = None
 
     def leave(self, slot: Slot) -> None:
         """Notes that everything launched so far may still read `slot`."""
-        if self._module:
-            slot.left = self._module.Event()
-            slot.left.record(self._module.current_stream(self.device))
+        if self._stream is not None:
+            slot.left = self._streams.Event()
+            slot.left.record(self._streams.current_stream(self.device))
 
     def settle(self) -> None:
         """Returns when no copy is under way any more: buffers may be freed. (The thread's work is waited for slot by slot.)"""
@@ -188,53 +215,37 @@ class Fetcher:
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
             self._thread = None
-        self._bounce.clear()
+        self._pump = Pump(self.reader, self.device)
+
+    def abandon(self) -> None:
+        """Ends the thread after the block that it is moving, which keeps its buffer until then. For whoever may not wait."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _executor(self) -> ThreadPoolExecutor:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         return self._thread
 
-    def _through_thread(self, slot: Slot, source: torch.Tensor | tuple[Span, ...]) -> None:
-        if self.device.type == "cpu":
-            self.reader.read(source, slot.buffer)
-            return
-        if isinstance(source, torch.Tensor):
-            step = range(0, source.numel(), BOUNCE_BYTES)
-            pieces = [(start, min(BOUNCE_BYTES, source.numel() - start), None) for start in step]
-        else:
-            pieces = cut(source, BOUNCE_BYTES)
-        for index, (offset, nbytes, spans) in enumerate(pieces):
-            bounce = self._free_bounce(index)
-            if spans is None:
-                bounce[:nbytes].copy_(source[offset : offset + nbytes])
-            else:
-                self.reader.read(spans, bounce)
-            self._copy(slot.buffer[offset : offset + nbytes], bounce[:nbytes], slot)
-            self._bounce[index % 2][1] = slot.arrived
+    def _through_thread(self, slot: Slot, source: torch.Tensor | tuple[Span, ...]) -> object | None:
+        if self._stream is None:
+            self.reader.read(source, slot.buffer if slot.aside is None else slot.aside)
+            return None
 
-    def _free_bounce(self, index: int) -> torch.Tensor:
-        """One of two pinned buffers, when its last copy has left it."""
-        while len(self._bounce) < 2:
-            self._bounce.append([allocate(BOUNCE_BYTES, torch.device("cpu"), pinned=bool(self._module)), None])
-        buffer, copied = self._bounce[index % 2]
-        if copied is not None:
-            copied.synchronize()
-        return buffer
+        def copy(offset: int, piece: torch.Tensor) -> object:
+            return self._copy(slot.buffer[offset : offset + piece.numel()], piece, slot)
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, slot: Slot) -> None:
-        if not self._module:
-            target.copy_(source)
-            return
-        with self._lock, self._on_stream():
+        return self._pump.move(source, copy)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, slot: Slot) -> object:
+        """Begins the copy; the event after which it is done."""
+        with self._lock, self._streams.stream(self._stream):
             if slot.left is not None:
                 self._stream.wait_event(slot.left)
             target.copy_(source, non_blocking=True)
-            slot.arrived = self._module.Event()
-            slot.arrived.record(self._stream)
-
-    def _on_stream(self) -> contextlib.AbstractContextManager:
-        return self._module.stream(self._stream)
+            event = self._streams.Event()
+            event.record(self._stream)
+            return event
 
 
 def spread(count: int, chosen: int) -> set[int]:

@@ -37,7 +37,7 @@ class State:
 
     @property
     def rank(self) -> int:
-        return 0 if self.device is None else 1 if self.device.type == "cpu" else 2
+        return 0 if self.device is None else 1 if memory.is_ram(self.device) else 2
 
     def __str__(self) -> str:
         return DISK if self.on_disk else f"{str(self.dtype).removeprefix('torch.')} on {self.device}"

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from backend.catalog.spec import TensorAt
+from backend.engine import memory, shortage
 from backend.schema.messages import Trouble
 
 ALIGNMENT = 256  # bytes: whole cache lines; and cuBLAS chooses its kernels by alignments up to this, so weights in a buffer compute as others do
@@ -68,17 +69,17 @@ def allocate(nbytes: int, device: torch.device, *, pinned: bool = False) -> torc
     """Uninitialised bytes (uint8) on `device`. In RAM they come from the system by a mapping of their own, in large pages where it has
     them, so that they go back to the system the moment that the last tensor goes."""
     with torch.inference_mode(False):
-        if device.type != "cpu":
+        if not memory.is_ram(device):
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         if pinned:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         if nbytes < mmap.PAGESIZE:
             return torch.empty(nbytes, dtype=torch.uint8)
         private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-        memory = mmap.mmap(-1, nbytes, **private)
+        pages = mmap.mmap(-1, nbytes, **private)
         if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= 1 << 22:
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(memory, dtype=torch.uint8)
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -130,10 +131,10 @@ class Reader:
 
     def read(self, spans: Sequence[Span], buffer: torch.Tensor) -> None:
         """Fills `buffer` (uint8 in RAM) as `spans` say. Raises Trouble where a file is gone or too short."""
-        memory = memoryview(buffer.numpy())
+        room = memoryview(buffer.numpy())
         for group in _side_by_side(spans):
             file = self._open(group[0].file)
-            pieces = [memory[span.offset : span.offset + span.nbytes] for span in group]
+            pieces = [room[span.offset : span.offset + span.nbytes] for span in group]
             self._fill(file, group[0].file, group[0].start, pieces)
 
     def read_tensors(self, tensors: Sequence[TensorAt], layout: Layout, buffer: torch.Tensor) -> None:
@@ -152,6 +153,8 @@ class Reader:
                 try:
                     self._files[path] = path.open("rb", buffering=0)
                 except OSError as error:
+                    if shortage.is_one(error):
+                        raise
                     raise Trouble(
                         "missing_file", f"{path} cannot be read: {error.strerror}.", hint="Was it moved?"
                     ) from None
@@ -162,6 +165,8 @@ class Reader:
             try:
                 got = self._scatter(file, start, pieces)
             except OSError as error:
+                if shortage.is_one(error):
+                    raise
                 raise Trouble(
                     "damaged", f"{path} cannot be read: {error.strerror}.", hint="Is the disk still there?"
                 ) from None

@@ -65,7 +65,7 @@ class Work:
 
     def explain(self, error: BaseException, command: str) -> Trouble | None:
         """What an error means, where it means something to a person. Lets the model go where memory ran out."""
-        if not shortage.is_one(error):
+        if not shortage.is_one(error, self.device):
             return None
         error.__traceback__ = None  # its frames hold the tensors
         self._close()

@@ -18,6 +18,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from backend.catalog.photo import in_rgb, upright
+from backend.engine import shortage
 from backend.engine.pictures import to_pixels
 from backend.schema.messages import Trouble
 from backend.training.crops import Box, cut
@@ -62,7 +63,9 @@ class Store:
             found = load_tensors(path.read_bytes())
         except FileNotFoundError:
             return None
-        except Exception:  # a torn file of a lost machine: whatever the parser says, it is computed anew
+        except Exception as error:  # a torn file of a lost machine: whatever the parser says, it is computed anew
+            if shortage.is_one(error):
+                raise
             return None
         with contextlib.suppress(OSError):
             os.utime(path)  # the least recently used are deleted first
@@ -133,6 +136,8 @@ def open_pixels(item: Item, size: tuple[int, int], *, flip: bool = False, box: B
         with Image.open(item.path) as stored:
             picture = in_rgb(stored)
     except Exception as error:  # decoders raise what they like
+        if shortage.is_one(error):  # the picture is whole, and not to be left out
+            raise
         raise Trouble(
             "broken_picture",
             f"The picture {item.path} cannot be read ({error}).",

@@ -19,6 +19,7 @@ import psutil
 import torch
 from safetensors.torch import load_file, save_file
 
+from backend.engine import shortage
 from backend.schema.messages import Trouble
 from backend.training.files import discard_folder, disk_full, is_disk_full, replacing, replacing_folder
 
@@ -89,6 +90,8 @@ def _read(file: Path, reader: Callable[[Path], T]) -> T:
     try:
         return reader(file)
     except Exception as error:  # each reader has its own
+        if shortage.is_one(error):  # the state is whole
+            raise
         path, why = file.parent, "is missing" if isinstance(error, FileNotFoundError) else "cannot be read"
         others = [other for other in list_states(path.parent.parent) if other != path]
         raise Trouble(

@@ -93,6 +93,7 @@ def check_cuts(items: Iterable[Item], sizes: Iterable[tuple[int, int]], *, crops
 
 def open_shown(one: Shown) -> Image.Image:
     """The picture as it is shown, upright, in RGB. Raises Trouble by its name."""
+    from backend.engine import shortage
     from backend.engine.pictures import open_picture
 
     try:
@@ -100,6 +101,8 @@ def open_shown(one: Shown) -> Image.Image:
         if one.box is not None:
             picture = picture.resize(one.size, Image.Resampling.LANCZOS, box=one.box)
     except (Trouble, OSError, ValueError) as error:
+        if shortage.is_one(error):
+            raise
         why = error.message if isinstance(error, Trouble) else error
         raise Trouble(
             "broken_picture",

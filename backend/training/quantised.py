@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from backend.catalog.spec import PartSpec
 from backend.catalog.text import ends_with, listed
-from backend.engine import memory
+from backend.engine import memory, shortage
 from backend.engine.load import let_go
 from backend.schema.messages import Trouble
 from backend.training.frozen import parts_called
@@ -134,6 +134,8 @@ def quantise(
         try:
             layer = METHODS[how.method].make(layers[name].to(device))
         except (ImportError, NotImplementedError, RuntimeError, AssertionError, ValueError) as error:
+            if shortage.is_one(error, device):  # says nothing of the method: the run goes on one rung lower
+                raise
             raise Trouble(
                 "not_supported",
                 f"The quantisation {how.method} does not work here for {part.name}.{name}: {str(error)[:300]}",

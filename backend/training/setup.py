@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from backend.catalog.spec import PartSpec
+from backend.engine import placement
 from backend.engine.lora import Adapters
 from backend.schema.messages import Trouble
 from backend.training import shards, stored
@@ -74,8 +75,11 @@ class Loader:
         return {**{name: self.parts[name] for name in names}, "tokenizer": self.tokenizer, "processor": self.processor}
 
     def drop_all_but(self, names: Iterable[str]) -> None:
+        """Lets parts go that are no longer needed; of those whose weights are moved about, nothing is on its way any more."""
         for name in set(self.parts) - set(names):
-            del self.parts[name]
+            placed = placement.of(self.parts.pop(name))
+            if placed is not None:
+                placed.close()
         free_memory()
 
 

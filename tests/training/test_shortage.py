@@ -1,0 +1,96 @@
+"""Memory that runs out in training is told as that, never as a damaged file or a method that does not work; and what is let go is let go whole."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from PIL import Image
+
+from backend.engine import lora_source, pictures, placement, stream
+from backend.schema.messages import Trouble
+from backend.schema.vram import VramConfig
+from backend.training import cache, checkpoint, quantised, setup
+from backend.training.quantised import Method, Quantised
+from tests.engine.conftest import small, write_part  # noqa: F401
+from tests.engine.small import inputs
+
+pytestmark = pytest.mark.torch
+RAN_OUT = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 54.00 MiB."),
+    MemoryError(),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+]
+
+
+def raising(error):
+    def fails(*_, **__):
+        raise error
+
+    return fails
+
+
+@pytest.mark.parametrize("error", RAN_OUT[:1] + [RuntimeError("XPU out of memory. Tried to allocate 2.25 GiB.")])
+def test_a_layer_that_did_not_fit_says_nothing_of_the_method(small, monkeypatch, error):  # noqa: F811
+    part, _ = small()
+    from tests.engine.small import Small
+
+    monkeypatch.setitem(quantised.METHODS, "boom", Method("", raising(error)))
+    with pytest.raises(type(error)):
+        quantised.quantise(Small(2), Quantised("boom"), part=part, maps={}, device=torch.device("cpu"))
+    monkeypatch.setitem(quantised.METHODS, "boom", Method("", raising(RuntimeError("no kernel image"))))
+    with pytest.raises(Trouble, match="does not work here"):
+        quantised.quantise(Small(2), Quantised("boom"), part=part, maps={}, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("error", RAN_OUT, ids=lambda error: type(error).__name__)
+def test_a_file_for_which_there_is_no_memory_is_not_called_damaged(tmp_path, monkeypatch, error):
+    picture = tmp_path / "red.png"
+    Image.new("RGB", (8, 8), "red").save(picture)
+    (tmp_path / "step-000001").mkdir()
+    with pytest.raises(type(error)):
+        checkpoint._read(tmp_path / "step-000001" / "optimizers.pt", raising(error))
+    for module in (pictures, cache):
+        monkeypatch.setattr(module, "in_rgb", raising(error))
+    with pytest.raises(type(error)):
+        pictures.open_picture(str(picture))
+    with pytest.raises(type(error)):
+        cache.open_pixels(type("Item", (), {"path": picture})(), (8, 8))
+    monkeypatch.setattr(torch, "load", raising(error))
+    with pytest.raises(type(error)):
+        lora_source.read_pickle(picture)
+
+
+def test_reading_that_found_no_memory_is_not_a_damaged_disk(tmp_path, monkeypatch):
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(64))
+    monkeypatch.setattr(stream.Reader, "_scatter", raising(RAN_OUT[2]))
+    with pytest.raises(OSError, match="Cannot allocate"):
+        stream.Reader().read([stream.Span(file, 0, 0, 64)], torch.empty(64, dtype=torch.uint8))
+    monkeypatch.setattr(stream.Reader, "_scatter", raising(OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(Trouble, match="Is the disk still there"):
+        stream.Reader().read([stream.Span(file, 0, 0, 64)], torch.empty(64, dtype=torch.uint8))
+
+
+def test_parts_that_are_no_longer_needed_are_closed(small):  # noqa: F811
+    """Two blocks of their next pass are always on their way to the device."""
+    part, build = small()
+    modules = {name: build() for name in ("dit", "text_encoder", "vae")}
+    disk = VramConfig(offload_device="disk", onload_device="disk", preparing_device="disk")
+    placed = {
+        name: placement.place(module, part, disk, device="cpu") for name, module in modules.items() if name != "vae"
+    }
+    for one in placed.values():
+        one.onload()
+    with torch.no_grad():
+        modules["text_encoder"](**inputs())
+    names = ("base", "trained", "kept", "quantised", "split_bytes", "dtype", "device", "through_ram", "tokenizer")
+    loader = setup.Loader(**dict.fromkeys(names), parts=dict(modules))
+    loader.drop_all_but(["dit"])
+    assert set(loader.parts) == {"dit"}
+    assert {name: one.level for name, one in placed.items()} == {"dit": "onload", "text_encoder": "closed"}
+    assert placed["text_encoder"].motion.fetcher._thread is None
+    placed["dit"].close()
