@@ -28,8 +28,10 @@ import webbrowser
 from pathlib import Path
 
 from backend.host.environment import ready_python
+from backend.host.token import token
 from backend.schema import access
 from backend.schema.messages import Trouble
+from backend.schema.places import Places
 
 ROOT = Path(__file__).resolve().parent
 PORTS_TRIED = 100
@@ -55,18 +57,12 @@ def main(argv: list[str]) -> int:
 
 def flags(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python launch.py", description="Starts Loft's page.", allow_abbrev=False)
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to bind to; any but this machine's own needs --auth"
-    )
+    access.add_flags(parser)
     parser.add_argument("--port", type=int, default=7860, help="the next free one is taken if it is not free [7860]")
-    parser.add_argument("--auth", metavar="USER:PASSWORD", help="ask for this login; or a file with one such line each")
     parser.add_argument(
         "--data", metavar="DIR", help="folder for models, LoRAs, runs and pictures [LOFT_DATA, or here]"
     )
     parser.add_argument("--no-browser", action="store_true", help="do not open a browser")
-    parser.add_argument(
-        "--root-path", default="", metavar="PATH", help="path of the page behind a proxy, such as /loft"
-    )
     parser.add_argument("--test", action="store_true", help="run ruff and pytest instead; what follows goes to pytest")
     return parser.parse_args(argv)
 
@@ -88,7 +84,7 @@ def run_tests(python: str, arguments: list[str]) -> int:
 
 def serve(options: argparse.Namespace) -> int:
     """Starts the studio and stays with it until it ends or is asked to; nothing that was started is left behind."""
-    access.check(options.host, options.auth)
+    logins = access.check(options)
     data = Path(options.data or os.environ.get("LOFT_DATA") or ROOT).expanduser().resolve()
     try:
         data.mkdir(parents=True, exist_ok=True)
@@ -96,12 +92,12 @@ def serve(options: argparse.Namespace) -> int:
         raise Trouble("bad_folder", f"The data folder {data} cannot be made: {error.strerror}.") from None
     python = ready_python(ROOT / "requirements.txt")
     port = free_port(options.host, options.port)
-    words = ["--host", options.host, "--port", str(port), "--data", str(data)]
-    words += ["--auth", options.auth] if options.auth else []
-    words += ["--root-path", options.root_path] if options.root_path else []
+    words = [*access.flags_for_studio(options), "--port", str(port), "--data", str(data)]
+    words += ["--auth-from-stdin"] if logins else []
+    secret = "" if options.no_token else token(Places(data))
+    address = access.address(options.host, port, "" if logins else secret)
     asked = Asked()
-    child = start_studio([python, "-m", "studio.app", *words], data)
-    address = f"http://{reachable(options.host)}:{port}/"
+    child = start_studio([python, "-m", "studio.app", *words], data, logins)
     answered = threading.Event()
     threading.Thread(target=greet, args=(child, options, port, address, answered), daemon=True).start()
     code = watch(child, asked)
@@ -129,12 +125,20 @@ class Asked:
         self.count += 1
 
 
-def start_studio(argv: list[str], data: Path) -> subprocess.Popen:
-    """In a session of its own, so that Ctrl-C comes here alone. The end of its stdin, however it comes about, asks it to end."""
+def start_studio(argv: list[str], data: Path, logins: list[tuple[str, str]]) -> subprocess.Popen:
+    """In a session of its own, so that Ctrl-C comes here alone. The end of its stdin, however it comes about, asks it to end.
+
+    Logins go there too, as its first line.
+    """
     path = os.pathsep.join(item for item in (str(ROOT), os.environ.get("PYTHONPATH", "")) if item)
     env = {**os.environ, "LOFT_SUPERVISED": "1", "LOFT_DATA": str(data), "PYTHONPATH": path, "PYTHONUTF8": "1"}
     apart = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP} if os.name == "nt" else {"start_new_session": True}
-    return subprocess.Popen(argv, cwd=ROOT, env=env, stdin=subprocess.PIPE, **apart)
+    child = subprocess.Popen(argv, cwd=ROOT, env=env, stdin=subprocess.PIPE, **apart)
+    if logins:
+        with contextlib.suppress(OSError):  # it is gone already, and `watch` says so
+            child.stdin.write(access.logins_line(logins))
+            child.stdin.flush()
+    return child
 
 
 def watch(child: subprocess.Popen, asked: Asked) -> int:
@@ -173,7 +177,7 @@ def greet(
     child: subprocess.Popen, options: argparse.Namespace, port: int, address: str, answered: threading.Event
 ) -> None:
     """Once the page answers: prints its address and opens the browser."""
-    while not answers(reachable(options.host).strip("[]"), port):
+    while not answers(access.reachable(options.host).strip("[]"), port):
         if child.poll() is not None:
             return
         time.sleep(0.1)
@@ -194,12 +198,6 @@ def answers(host: str, port: int) -> bool:
         return False
     finally:
         connection.close()
-
-
-def reachable(host: str) -> str:
-    """The address under which this machine reaches a server bound to `host`, as it stands in a URL."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def has_screen() -> bool:

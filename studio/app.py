@@ -13,7 +13,6 @@ os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 import gradio as gr
-from starlette.middleware import Middleware
 
 from backend.families import FAMILIES
 from backend.host import card, runs
@@ -21,6 +20,7 @@ from backend.host.claim import claim, release
 from backend.host.ending import Ending, end_all
 from backend.host.engine import Engine
 from backend.host.processes import SUPERVISED
+from backend.host.token import token
 from backend.schema import access
 from backend.schema.messages import Trouble
 from backend.schema.places import places
@@ -43,17 +43,20 @@ from studio import (
     use_graph,
 )
 from studio.asking import QUIET, ask, ask_at_first
-from studio.shield import Shield
+from studio.serving import server
+from studio.serving.hosts import Hosts
+from studio.serving.keys import Keys
 from studio.studio import Studio, live
 from studio.words import notice
 
 TICK_SECONDS = 0.7
+UPLOADS_KEPT = (3600, 24 * 3600)  # looked at every hour, removed after a day
 
 
 def build(studio: Studio) -> gr.Blocks:
     """The whole page. Nothing runs yet."""
     form.clamp_sliders()
-    with gr.Blocks(title="Loft", analytics_enabled=False, fill_width=True) as page:
+    with gr.Blocks(title="Loft", analytics_enabled=False, fill_width=True, delete_cache=UPLOADS_KEPT) as page:
         ui = session.browser_choices()
         shown, most, looks = gr.State({}), gr.State(gallery.PAGE_PICTURES), gr.State(0)
         timer = gr.Timer(TICK_SECONDS, active=False)  # until the form is filled
@@ -187,12 +190,11 @@ def _wire_load(studio, page, timer, tabs, ui, here, generate_tab, train_tab, pre
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m studio.app", description="The studio's page, without installation."
+        prog="python -m studio.app", description="The studio's page, without installation.", allow_abbrev=False
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on [default: this machine only]")
+    access.add_flags(parser)
     parser.add_argument("--port", type=int, default=7860)
-    parser.add_argument("--auth", default="", help="USER:PASSWORD, or a file with such a line; needed for other hosts")
-    parser.add_argument("--root-path", default="", help="path under which a proxy serves the page, such as /loft")
+    parser.add_argument("--auth-from-stdin", action="store_true", help=argparse.SUPPRESS)  # by launch.py
     parser.add_argument("--data", default="", help="folder for models, LoRAs, runs and pictures")
     parser.add_argument("--fake", action="store_true", help="an engine that paints gradients, to try the page")
     return parser.parse_args(argv)
@@ -200,22 +202,35 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves the page until it is interrupted or asked to end; then ends what it started. Returns the exit code."""
-    ending = Ending()
     args = parse(sys.argv[1:] if argv is None else argv)
+    try:  # before `Ending`, which reads stdin to its end
+        handed = access.logins_from_stdin() if args.auth_from_stdin else None
+    except Trouble as trouble:
+        print(trouble, file=sys.stderr)
+        return 2
+    ending = Ending()
     if args.data:
         os.environ["LOFT_DATA"] = str(Path(args.data).resolve())
     here = places()
     try:
-        logins = access.check(args.host, args.auth or None)
+        logins = access.check(args, handed)
+        proxies = access.networks(args.trusted_proxy)
         claim(here, port=args.port)
         engine = Engine(here, fake=args.fake)
     except (Trouble, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     try:
-        serve(Studio(here, engine, FAMILIES, args.root_path), args.host, args.port, logins)
+        studio = Studio(here, engine, FAMILIES, args.root_path)
+        secret = "" if args.no_token else token(here)
+        serve(studio, Keys(secret, logins), Hosts(args.host, tuple(args.allow_host), proxies), port=args.port)
+        if not os.environ.get(SUPERVISED):  # the launcher says it
+            print(f"Loft is at {access.address(args.host, args.port, '' if logins else secret)}", flush=True)
         ending.wait()
         end_all(engine, here, ending)
+    except Trouble as trouble:
+        print(trouble, file=sys.stderr)
+        return 1
     except OSError as error:
         print(f"The page cannot be served on port {args.port}: {error}", file=sys.stderr)
         return 1
@@ -225,33 +240,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def serve(studio: Studio, host: str, port: int, logins: list[tuple[str, str]]) -> gr.Blocks:
-    """Starts the server in its own thread and returns."""
-    os.environ.setdefault("GRADIO_TEMP_DIR", str(studio.places.cache / "uploads"))
+def serve(studio: Studio, keys: Keys, hosts: Hosts, *, port: int) -> gr.Blocks:
+    """Starts the server in its own thread and returns once it answers."""
+    server.log_access(studio)
     page = build(studio)
-    for function in page.fns.values():
-        function.api_visibility = (
-            "private"  # else each is described, with paths of this machine, to whoever opens the page
-        )
-    page.launch(
-        server_name=host,
-        server_port=port,
-        auth=logins or None,
-        root_path=studio.root_path or None,
-        allowed_paths=[str(folder) for folder in studio.served],
-        theme=theme.theme(),
-        css_paths=[theme.STYLESHEET],
-        head=theme.HEAD,
-        footer_links=[],
-        run_history=False,
-        share=False,
-        ssr_mode=False,
-        quiet=True,
-        prevent_thread_lock=True,
-        app_kwargs={"middleware": [Middleware(Shield)], "docs_url": None, "redoc_url": None},
-    )
-    if not os.environ.get(SUPERVISED):  # the launcher says it
-        print(f"Loft is at {page.local_url}", flush=True)
+    server.start(server.application(studio, page, keys=keys, hosts=hosts), hosts.host, port)
     return page
 
 

@@ -23,7 +23,7 @@ from studio.words import faults_style, notice
 GROUPS = (
     ("Folders", ("model_folders", "lora_folders")),
     ("Memory and device", ("reserve_gib", "device", "allow_fp8", "allow_tiles", "allow_8bit_optimizer")),
-    ("Downloads", ("download_source", "offline")),
+    ("Downloads and uploads", ("download_source", "offline", "largest_model_upload_gib", "largest_picture_upload_mib")),
     ("Look", ("theme",)),
 )
 UNSEEN = ("xpu", "npu")  # kinds of cards that only torch, in the worker, can see

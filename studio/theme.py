@@ -80,6 +80,7 @@ HEAD = (
     const ask = async () => {
       try {
         const answer = await fetch(window.gradio_config.root.replace(/\\/$/, "") + "/gradio_api/app_id", {cache: "no-store"});
+        if (answer.status === 401) return location.reload();  // the studio asks for the token or a login again
         const id = (await answer.json()).app_id;
         line.remove();
         if (window.loftStudio && id !== window.loftStudio) location.reload();

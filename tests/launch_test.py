@@ -56,6 +56,11 @@ def test_an_older_python_can_read_it_and_is_told_what_is_needed(monkeypatch):
         (["--port", "70000"], "--port is 70000; it must be from 0 to 65535."),
         (["--host", "no.such.host.invalid"], "--host is 'no.such.host.invalid', which is no address of this machine."),
         (["--host", "203.0.113.7", "--auth", "a:b"], "--host is '203.0.113.7', which is no address of this machine."),
+        (
+            ["--allow-host", "http://box"],
+            "--allow-host is 'http://box'; it must be a name or an address, without a port.",
+        ),
+        (["--trusted-proxy", "box"], "--trusted-proxy is box; it must be an IP address or a network."),
         (["--no-browser", "--test"], "--no-browser cannot stand before --test"),
     ],
 )
@@ -97,15 +102,17 @@ def test_logins_from_a_file_and_from_words(tmp_path):
 )
 def test_loopback(host, alone):
     assert access.is_loopback(host) is alone
-    assert access.check(host, None) == []
+    assert access.check(launch.flags(["--host", host])) == []
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5"])
 def test_others_need_a_login(host):
     assert not access.is_loopback(host)
     with pytest.raises(Trouble, match="Add --auth"):
-        access.check(host, None)
-    assert access.check(host, "anna:pw") == [("anna", "pw")]
+        access.check(launch.flags(["--host", host]))
+    assert access.check(launch.flags(["--host", host, "--auth", "anna:pw"])) == [("anna", "pw")]
+    with pytest.raises(Trouble, match="--no-token is for this machine alone"):
+        access.check(launch.flags(["--host", host, "--auth", "anna:pw", "--no-token"]))
 
 
 # Ports and addresses
@@ -132,7 +139,7 @@ def test_a_port_that_another_took_on_every_address_counts_as_taken():
 
 
 def test_addresses_as_this_machine_reaches_them():
-    assert [launch.reachable(host) for host in ("127.0.0.1", "0.0.0.0", "::", "::1", "box")] == [
+    assert [access.reachable(host) for host in ("127.0.0.1", "0.0.0.0", "::", "::1", "box")] == [
         "127.0.0.1",
         "127.0.0.1",
         "[::1]",
@@ -344,6 +351,11 @@ def launched(tmp_path: Path):
             process.kill()
 
 
+def browser() -> urllib.request.OpenerDirector:
+    """Keeps cookies, as a browser does."""
+    return urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+
+
 SLEEPING = [sys.executable, "-c", "import time; time.sleep(300)"]
 
 
@@ -358,8 +370,9 @@ def test_the_page_answers_and_ctrl_c_ends_everything(launched):
     studio = launched()
     address = studio.address()
     seconds, work = time.monotonic() - studio.began, sum(sum(found.cpu_times()[:2]) for found in studio.processes())
-    with urllib.request.urlopen(address, timeout=10) as answer:
+    with browser().open(address, timeout=10) as answer:
         assert answer.status == 200 and b"Loft" in answer.read()
+        assert "token" not in answer.url, "the token is dropped from the address"
     print(f"from launch to a page that answers: {seconds:.1f} s, of which the processor worked {work:.1f} s")
     assert work < 6, "on an idle machine the page answers within 6 s; here others may be at work"
     folder = start_run(studio.data)
@@ -374,13 +387,25 @@ def test_the_page_answers_and_ctrl_c_ends_everything(launched):
 
 
 def test_before_the_login_the_page_tells_nothing(launched):
-    address = launched("--auth", "anna:pw").address()
-    with urllib.request.urlopen(address, timeout=30) as answer:
-        page = answer.read().decode()
-    assert '"auth_required":true' in page
-    assert str(PROJECT) not in page and "Negative prompt" not in page
-    with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(address + "config", timeout=30)
+    studio = launched("--auth", "anna:s:ecret-pw")
+    address = studio.address()
+    for path in ("", "config"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(address + path, timeout=30)
+        page = refused.value.read().decode()
+        assert refused.value.code == 401 and "Log in to Loft" in page
+        assert str(PROJECT) not in page and "Negative prompt" not in page
+    anna = browser()
+    with anna.open(f"{address}login", data=b"username=anna&password=s%3Aecret-pw", timeout=30) as answer:
+        assert answer.status == 200
+    with anna.open(f"{address}config", timeout=30) as answer:
+        assert answer.status == 200
+    # What the launcher started was told the password by a pipe.
+    for process in studio.processes():
+        if process.pid != studio.child.pid:
+            assert not any("ecret-pw" in word for word in (*process.cmdline(), *process.environ().values()))
+    for path in studio.data.rglob("*"):
+        assert not path.is_file() or b"ecret-pw" not in path.read_bytes()
 
 
 @pytest.mark.skipif(WINDOWS, reason="POSIX signals")

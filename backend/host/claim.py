@@ -29,7 +29,7 @@ def claim(places: Places, *, port: int) -> None:
             hint="Use that page, or end it first, or give another folder with --data.",
         )
     path = places.user / "studio.json"
-    write_text(path, processes.to_text(processes.this_process(), port=port))
+    write_text(path, processes.to_text(processes.this_process(), port=port), private=True)
 
 
 def release(places: Places) -> None:

@@ -12,12 +12,17 @@ from pathlib import Path
 from backend.schema.messages import Trouble
 
 
-def write_text(path: Path, text: str) -> None:
-    """Puts `text` (UTF-8) under `path`: a reader sees the old content or the new, never a part. Makes the folder."""
+def write_text(path: Path, text: str, *, private: bool = False) -> None:
+    """Puts `text` (UTF-8) under `path`: a reader sees the old content or the new, never a part. Makes the folder.
+
+    A `private` file is readable by its owner alone from its first byte on.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
     try:
-        with partial.open("w", encoding="utf-8", newline="\n") as file:
+        mode = 0o600 if private else 0o666
+        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -37,6 +37,7 @@ class Process:
 
 
 NOBODY = Process(0, 0.0)
+SECRET_FLAGS = ("--auth",)  # of Loft's own commands; what follows them is never kept
 
 
 def child_environment(data: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -113,7 +114,17 @@ def identify(pid: int, argv: Sequence[str] = ()) -> Process:
 
 
 def this_process() -> Process:
-    return identify(os.getpid(), sys.orig_argv)
+    return identify(os.getpid(), without_secrets(sys.orig_argv))
+
+
+def without_secrets(argv: Sequence[str]) -> list[str]:
+    """The command line with "***" for every password in it."""
+    hidden, after = [], False
+    for word in argv:
+        flag, equals, _ = word.partition("=")
+        hidden.append("***" if after else f"{flag}=***" if equals and flag in SECRET_FLAGS else word)
+        after = word in SECRET_FLAGS
+    return hidden
 
 
 def alive(process: Process) -> bool:
@@ -137,7 +148,7 @@ def _same(found: psutil.Process, process: Process) -> bool:
     if abs(found.create_time() - process.created) < SAME_START_SECONDS:
         return True
     # A clock that was set shifts every start time; the same command line under the same pid is still that process.
-    return process.created > 0 and bool(process.argv) and _command_line(found) == list(process.argv)
+    return process.created > 0 and bool(process.argv) and without_secrets(_command_line(found)) == list(process.argv)
 
 
 def _command_line(found: psutil.Process) -> list[str]:

@@ -38,5 +38,21 @@ class Preferences:
         help="The plan of a training run may keep AdamW's moments in 8 bits (slightly different weights).",
         label="Allow 8-bit optimizer",
     )
+    largest_model_upload_gib: float = knob(
+        2.0,
+        help="Largest LoRA or model file that the page takes.",
+        low=0.001,
+        high=1024.0,
+        unit="GiB",
+        label="Largest upload of a model",
+    )
+    largest_picture_upload_mib: float = knob(
+        64.0,
+        help="Largest picture, caption or other file that the page takes.",
+        low=0.001,
+        high=65536.0,
+        unit="MiB",
+        label="Largest upload of a picture",
+    )
     device: str = knob("auto", help="Device that computes: auto, cpu, cuda:0, mps, xpu:0 …")
     theme: str = knob("system", help="Light, dark, or as the system says.", choices=("system", "light", "dark"))

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ class Site:
         self.places = Places(root)
         self.flags = flags
         self.port = free_port()
-        self.address = f"http://127.0.0.1:{self.port}/"
+        self.base = f"http://127.0.0.1:{self.port}/"
         self.process: subprocess.Popen | None = None
         self.was_killed = False
         self.start()
@@ -49,12 +50,29 @@ class Site:
         end = time.monotonic() + START_SECONDS
         while True:
             try:
-                with urllib.request.urlopen(self.address, timeout=5):
+                with urllib.request.urlopen(self.base, timeout=5):
                     return
+            except urllib.error.HTTPError:
+                return  # it asks for the token
             except OSError:
                 assert self.process.poll() is None, (self.places.root / "studio.log").read_text()
                 assert time.monotonic() < end, "the studio did not answer"
                 time.sleep(0.1)
+
+    @property
+    def token(self) -> str:
+        path = self.places.user / "token"
+        return path.read_text().strip() if path.exists() else ""
+
+    @property
+    def address(self) -> str:
+        """The one that the studio prints, with the token."""
+        return f"{self.base}?token={self.token}"
+
+    def get(self, path: str):
+        """The answer to a script that has the token. Raises HTTPError for a refusal."""
+        headers = {"Authorization": f"Bearer {self.token}"}
+        return urllib.request.urlopen(urllib.request.Request(self.base + path, headers=headers), timeout=30)
 
     def kill(self) -> None:
         """As the system does when memory runs out: no chance to tidy up."""

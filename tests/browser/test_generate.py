@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.parse
-import urllib.request
 
 import pytest
 from PIL import Image, PngImagePlugin
@@ -167,7 +166,7 @@ def test_only_configured_folders_are_served(site):
     secret.write_text("{}")
     for path in (secret, site.places.root / "studio.log", "/etc/hostname"):
         with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(f"{site.address}gradio_api/file={urllib.parse.quote(str(path))}")
+            site.get(f"gradio_api/file={urllib.parse.quote(str(path))}")
         assert refused.value.code == 403
 
 

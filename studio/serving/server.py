@@ -1,0 +1,168 @@
+"""Puts the page on a port: Gradio's application, with the studio's own answers for files and uploads, behind the guard."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import logging.handlers
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+
+import gradio as gr
+import uvicorn
+from fastapi import FastAPI
+from starlette.routing import Route
+
+from backend.schema.messages import Trouble
+from studio import theme
+from studio.serving.file_answers import file_answer
+from studio.serving.guard import Guard
+from studio.serving.hosts import Hosts
+from studio.serving.keys import Keys
+from studio.serving.uploads import clean, upload_answer
+from studio.studio import Studio
+
+# Gradio keeps what each opened page was made of; whoever looks is among the newest, and one that was forgotten is drawn anew.
+MOST_SESSIONS = 24
+CLEAN_EVERY_SECONDS = 3600
+START_SECONDS = 60
+FILES = "/gradio_api/file"
+# What Gradio serves beside the page and Loft has no use for, or answers itself: logins, files, uploads, requests to other hosts.
+NOT_SERVED = (
+    "/login",
+    "/logout",
+    "/monitoring",
+    "/pwa_icon",
+    "/gradio_api/token",
+    "/gradio_api/deep_link",
+    "/gradio_api/proxy=",
+    "/gradio_api/file",
+    "/gradio_api/upload",
+    "/gradio_api/custom_component",
+    "/gradio_api/process_recording",
+    "/gradio_api/dev",
+    "/gradio_api/runs",
+    "/gradio_api/run-history",
+    "/gradio_api/mcp",
+)
+STILL_SERVED = ("/gradio_api/upload_progress",)
+
+
+def application(studio: Studio, page: gr.Blocks, *, keys: Keys, hosts: Hosts) -> Guard:
+    """The whole server as an ASGI application; `Guard.app` is what stands behind the guard."""
+    os.environ["GRADIO_TEMP_DIR"] = str(studio.places.cache / "uploads")  # where Gradio keeps what is sent
+    page.state_session_capacity = MOST_SESSIONS
+    for function in page.fns.values():
+        # Else each is described, with paths of this machine, to whoever opens the page.
+        function.api_visibility = "private"
+    outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=_lifespan(studio))
+    gr.mount_gradio_app(
+        outer,
+        page,
+        path="/",
+        root_path=studio.root_path,
+        allowed_paths=[str(folder) for folder in studio.served],
+        theme=theme.theme(),
+        css_paths=[theme.STYLESHEET],
+        head=theme.HEAD,
+        footer_links=[],
+        run_history=False,
+        show_error=False,
+        enable_monitoring=False,
+        ssr_mode=False,
+        mcp_server=False,
+        pwa=False,
+        app_kwargs={"docs_url": None, "redoc_url": None, "openapi_url": None},
+    )
+    inner = outer.routes[-1].app
+    _replace_routes(studio, page, inner)
+    return Guard(outer, keys=keys, hosts=hosts, root_path=studio.root_path)
+
+
+def _replace_routes(studio: Studio, page: gr.Blocks, inner: FastAPI) -> None:
+    uploads = studio.places.cache / "uploads"
+    inner.router.routes[:] = [route for route in inner.router.routes if not _is_replaced(getattr(route, "path", ""))]
+    files = file_answer(lambda: (*studio.served, uploads))
+    inner.router.routes[:0] = [
+        Route(f"{FILES}={{path:path}}", files, methods=["GET"]),
+        Route(f"{FILES}/{{path:path}}", files, methods=["GET"]),
+        Route("/gradio_api/upload", upload_answer(page, uploads, studio.preferences), methods=["POST"]),
+        Route("/gradio_api/upload/", upload_answer(page, uploads, studio.preferences), methods=["POST"]),
+    ]
+
+
+def _is_replaced(path: str) -> bool:
+    return path.startswith(NOT_SERVED) and not path.startswith(STILL_SERVED)
+
+
+def _lifespan(studio: Studio) -> Callable:
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        task = asyncio.create_task(_clean_for_ever(studio))
+        yield
+        task.cancel()
+
+    return lifespan
+
+
+async def _clean_for_ever(studio: Studio) -> None:
+    while True:
+        await asyncio.to_thread(clean, studio.places.cache / "uploads")
+        await asyncio.sleep(CLEAN_EVERY_SECONDS)
+
+
+def start(app: Guard, host: str, port: int) -> int:
+    """Serves `app` in a thread of its own, once it answers. Returns the port. Raises OSError where it cannot be had."""
+    listener = _listen(host, port)
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,  # it would hold the token
+        proxy_headers=False,  # the guard reads those, from proxies that are trusted
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=1,
+        ws="none",
+    )
+    server = uvicorn.Server(config)
+    threading.Thread(target=server.run, args=([listener],), name="server", daemon=True).start()
+    end = time.monotonic() + START_SECONDS
+    while not server.started:
+        if server.should_exit or time.monotonic() > end:
+            raise Trouble("not_started", "The page's server did not start.", hint="What it said is above.")
+        time.sleep(0.005)
+    return listener.getsockname()[1]
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    name = host.strip("[]")
+    listener = socket.socket(socket.AF_INET6 if ":" in name else socket.AF_INET, socket.SOCK_STREAM)
+    if os.name != "nt":
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((name, port))
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def log_access(studio: Studio) -> None:
+    """Who was refused and who logged in goes to the terminal and to `user/access.log`, which holds half a MiB at most."""
+    log = logging.getLogger("loft.access")
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    with contextlib.suppress(OSError):  # the terminal alone, then
+        studio.places.user.mkdir(parents=True, exist_ok=True)
+        path = studio.places.user / "access.log"
+        handlers.append(logging.handlers.RotatingFileHandler(path, maxBytes=2**18, backupCount=1, encoding="utf-8"))
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    log.handlers[:] = handlers
