@@ -96,7 +96,7 @@ def load_parts(
     """
     parts = {}
     for name in names:
-        _check_there(base, name)
+        check_there(base, name)
         if kept and name in kept:
             module = frozen.place(base.spec.parts[name], kept[name], device=device, split_bytes=split_bytes)
         elif quantised and name in quantised:
@@ -118,7 +118,8 @@ def load_parts(
     return parts
 
 
-def _check_there(base: Base, name: str) -> None:
+def check_there(base: Base, name: str) -> None:
+    """Raises Trouble where the model was given without the part `name`."""
     if name not in base.spec.parts:
         raise Trouble(
             "missing_part",
@@ -135,7 +136,7 @@ def _own_weights(module: torch.nn.Module) -> None:
 
 def part_digest(base: Base, name: str) -> str:
     """A hash of a part's files: all bytes of small ones; header and samples throughout of large ones."""
-    _check_there(base, name)
+    check_there(base, name)
     facts = [(path, path.stat()) for path in base.spec.parts[name].files]
     return _digest(tuple((path, fact.st_size, fact.st_mtime_ns) for path, fact in facts))
 

@@ -6,11 +6,11 @@ import contextlib
 import hashlib
 import os
 import time
-from collections import defaultdict
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from PIL import Image
@@ -28,6 +28,7 @@ from backend.training.edits import Shown, open_shown
 RAM_BYTES = 4 * 2**30
 Encoding = dict[str, torch.Tensor]
 Progress = Callable[[int, int], None]
+T = TypeVar("T")
 
 
 class View(NamedTuple):
@@ -123,7 +124,9 @@ def changed(encoding: dict, change: Callable[[torch.Tensor], torch.Tensor]) -> d
 
 
 def key_of(*words) -> str:
-    return hashlib.sha256("\0".join(map(str, words)).encode()).hexdigest()
+    """A hash of `words` in their order; what is in one of them is never taken for several."""
+    text = "".join(f"{len(word)}:{word}" for word in map(str, words))
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def open_pixels(item: Item, size: tuple[int, int], *, flip: bool = False, box: Box | None = None) -> torch.Tensor:
@@ -186,48 +189,42 @@ def fill_latents(
     zoom: float = 1.0,
     exact: Callable[[], bool] = lambda: True,
 ) -> dict[int, str]:
-    """Encodes what `store` lacks of `wanted` {key: view}. Returns the items that could not be read, and why. `exact`: of what was encoded."""
-    groups: dict[tuple[int, int], list[str]] = defaultdict(list)
-    for key, view in wanted.items():
-        groups[sizes[view.item]].append(key)
+    """Encodes what `store` lacks of `wanted` {key: view}. Returns the items that could not be read, and why. `exact`: of what was encoded.
+
+    `encode` is given one picture (1, 3, height, width) at a time: what it goes through the network with would change its last bits, and
+    an encoding is to be the same whatever the cache held before.
+    """
+
+    def read(key: str) -> torch.Tensor | Trouble:
+        view = wanted[key]
+        item, size = items[view.item], sizes[view.item]
+        try:
+            return open_pixels(item, size, flip=view.flip, box=cut(item, size, view.cut, zoom=zoom))
+        except Trouble as why:
+            return why
+
     broken: dict[int, str] = {}
-    done = 0
-    for size, keys in groups.items():
-        at_once = max(1, min(16, 2**20 // (size[0] * size[1])))
-
-        def read(key: str, size=size):
-            view = wanted[key]
-            item = items[view.item]
-            try:
-                return open_pixels(item, size, flip=view.flip, box=cut(item, size, view.cut, zoom=zoom))
-            except Trouble as why:
-                return why
-
-        for some in _chunks(keys, at_once, read, workers):
-            good = [(key, pixels) for key, pixels in some if isinstance(pixels, torch.Tensor)]
-            for key, trouble in some:
-                if isinstance(trouble, Trouble):
-                    if not skip_broken:
-                        raise trouble
-                    broken[wanted[key].item] = trouble.message
-            if good:
-                for (key, _), latents in zip(good, encode(torch.stack([pixels for _, pixels in good])), strict=True):
-                    store.put(key, {"latents": latents.float()}, exact=exact())
-            done += len(some)
-            progress(done, len(wanted))
+    for done, (key, pixels) in enumerate(_read_ahead(list(wanted), read, workers), start=1):
+        if isinstance(pixels, torch.Tensor):
+            (latents,) = encode(pixels[None])
+            store.put(key, {"latents": latents.float()}, exact=exact())
+        elif skip_broken:
+            broken[wanted[key].item] = pixels.message
+        else:
+            raise pixels
+        progress(done, len(wanted))
     return broken
 
 
-def _chunks(keys: list[str], count: int, read: Callable, workers: int) -> Iterator[list[tuple[str, object]]]:
-    """`keys` with what `read` makes of each, `count` at a time; threads read ahead (decoding releases Python's lock)."""
+def _read_ahead(keys: list[str], read: Callable[[str], T], workers: int) -> Iterator[tuple[str, T]]:
+    """`keys` with what `read` makes of each; threads read ahead (decoding releases Python's lock)."""
     with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
-        ahead = max(count, 2 * workers)
-        waiting = [pool.submit(read, key) for key in keys[:ahead]]
-        for start in range(0, len(keys), count):
-            some = keys[start : start + count]
-            results = [waiting.pop(0).result() for _ in some]
-            waiting += [pool.submit(read, key) for key in keys[start + ahead : start + ahead + len(some)]]
-            yield list(zip(some, results, strict=True))
+        ahead = max(2, 2 * workers)
+        waiting = deque(pool.submit(read, key) for key in keys[:ahead])
+        for place, key in enumerate(keys):
+            found = waiting.popleft().result()
+            waiting.extend(pool.submit(read, later) for later in keys[place + ahead : place + ahead + 1])
+            yield key, found
 
 
 def fill_references(
@@ -249,7 +246,7 @@ def fill_references(
         except Trouble as why:
             return why
 
-    for done, [(key, picture)] in enumerate(_chunks(list(wanted), 1, read, workers), start=1):
+    for done, (key, picture) in enumerate(_read_ahead(list(wanted), read, workers), start=1):
         if isinstance(picture, Trouble):
             if not skip_broken:
                 raise picture
@@ -267,12 +264,10 @@ def fill_texts(
     *,
     encode: Callable[[list[tuple[str, tuple[str, ...]]]], Iterable[Encoding]],
     progress: Progress,
-    at_once: int = 16,
 ) -> None:
-    """Encodes what is told in `wanted` {key: (prompt, pictures)}, short prompts first."""
+    """Encodes what is told in `wanted` {key: (prompt, pictures)}, short prompts first, each alone: as for pictures."""
     keys = sorted(wanted, key=lambda key: (len(wanted[key][1]), len(wanted[key][0])))
-    for start in range(0, len(keys), at_once):
-        some = keys[start : start + at_once]
-        for key, encoding in zip(some, encode([wanted[key] for key in some]), strict=True):
-            store.put(key, encoding)
-        progress(min(start + at_once, len(keys)), len(keys))
+    for done, key in enumerate(keys, start=1):
+        (encoding,) = encode([wanted[key]])
+        store.put(key, encoding)
+        progress(done, len(keys))

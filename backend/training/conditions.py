@@ -8,16 +8,16 @@ from pathlib import Path
 
 import torch
 
-from backend.catalog.beside import processor_settings
 from backend.catalog.edits import edits
 from backend.schema.messages import Trouble
-from backend.training.base import Base, part_digest
+from backend.training.base import Base
 from backend.training.batches import size_of
 from backend.training.cache import View, fill_references, fill_texts, key_of
 from backend.training.captions import lines_of
 from backend.training.dataset import Item
 from backend.training.edits import Shown, check_counts, open_shown, reference_sizes, sample_pictures, shown, whole
-from backend.training.lower import Fewer, attempt
+from backend.training.ingredients import folder_digest
+from backend.training.lower import attempt
 from backend.training.samples import EMPTY
 from backend.training.shares import Parts, Wishes, in_shares, left_out
 from backend.training.source import Sample, Source, worded
@@ -33,7 +33,7 @@ def is_editing(base: Base) -> bool:
 def add_references(source: Source, base: Base, load: Parts, wishes: Wishes) -> set[int]:
     """Encodes what the samples are edited from, for every view. Returns the items that could not be, where those may be left out."""
     section, pixels, wanted = source.config.dataset, load([])["processor"].reference_pixels, {}
-    key = _namer(base, pixels)
+    key = _namer(wishes, pixels)
     for view in source.latents:
         item, size = source.items[view.item], source.sizes[view.item]
         some = shown(item, size, flip=view.flip, place=view.cut, zoom=section.crop_zoom)
@@ -45,10 +45,10 @@ def add_references(source: Source, base: Base, load: Parts, wishes: Wishes) -> s
     return {view.item for view, keys in source.references.items() if broken.keys() & set(keys)}
 
 
-def _namer(base: Base, pixels: int) -> Callable[[Shown], str]:
+def _namer(wishes: Wishes, pixels: int) -> Callable[[Shown], str]:
     """Names what a picture is encoded as, at an area of `pixels`."""
-    digest = part_digest(base, "vae")
-    return lambda one: key_of("reference", *one.words, pixels, base.spec.family, digest, "mean")
+    vae = wishes.made_by("vae")
+    return lambda one: key_of("reference", *one.words, pixels, vae, "mean")
 
 
 def _encode_references(
@@ -115,7 +115,7 @@ def add_samples(source: Source, base: Base, load: Parts, wishes: Wishes) -> None
         return
     counts = zip(map("The sample of {!r}".format, prompts), map(len, named), strict=True)
     check_counts(counts, variant=base.spec.variant, title=base.spec.title)
-    wanted, key = {}, _namer(base, load([])["processor"].reference_pixels)
+    wanted, key = {}, _namer(wishes, load([])["processor"].reference_pixels)
     for prompt, pictures in zip(prompts, named, strict=True):
         some = {key(one): one for one in whole(pictures)}
         wanted |= some
@@ -161,10 +161,10 @@ def fill_told(source: Source, base: Base, load: Parts, wishes: Wishes, told: Ite
     """Sees to it that everything told has its encoding; a text encoder is needed only for what has none."""
     named = {worded(*one): one for one in dict.fromkeys(told)}
     seeing = any(references for _, references in named.values())
-    digest, dtype = part_digest(base, "text_encoder"), str(wishes.dtype)
-    eyes = (base.spec.variant, part_digest(base, "vision"), source.processor) if seeing else ()
+    words = wishes.made_by("text_encoder")
+    eyes = (wishes.made_by("vision"), source.processor) if seeing else ()
     keys = {
-        name: key_of(prompt, base.spec.family, digest, dtype, *((*eyes, *references) if references else ()))
+        name: key_of(prompt, words, *((*eyes, *references) if references else ()))
         for name, (prompt, references) in named.items()
     }
     source.texts = {**(source.texts or {}), **keys}
@@ -176,8 +176,7 @@ def fill_told(source: Source, base: Base, load: Parts, wishes: Wishes, told: Ite
         def encode(some: list[Told]) -> list[dict]:
             return encode_told(some, parts, source, base)
 
-        fewer = Fewer(encode, wishes.note, what="prompts")
-        fill_texts(source.text_store, missing, encode=fewer, progress=wishes.progress, at_once=2 if seeing else 16)
+        fill_texts(source.text_store, missing, encode=encode, progress=wishes.progress)
 
     in_shares({keys[name]: one for name, one in named.items()}, source.text_store, wishes, work)
 
@@ -198,5 +197,4 @@ def processor_of(folder: Path, base: Base, *, pixels: int | None) -> tuple[objec
     if pixels is not None:
         seen = min(found.seen_pixels, pixels) if found.plus else pixels
         found = replace(found, reference_pixels=pixels, seen_pixels=seen)
-    settings = processor_settings(folder).read_text(encoding="utf-8")
-    return found, key_of(settings, found.reference_pixels, found.seen_pixels)
+    return found, key_of(folder_digest(folder), found.reference_pixels, found.seen_pixels)

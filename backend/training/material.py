@@ -13,14 +13,14 @@ import torch
 from backend.engine import memory
 from backend.schema.messages import Trouble
 from backend.schema.places import places
-from backend.training.base import Base, part_digest
+from backend.training.base import Base
 from backend.training.batches import size_of
 from backend.training.cache import Store, View, fill_latents, key_of, prune
 from backend.training.conditions import add_references, add_samples, fill_told, is_editing, told_in
 from backend.training.crops import cut, num_cuts
 from backend.training.dataset import Dataset, Item
 from backend.training.edits import check_counts, check_cuts
-from backend.training.lower import Fewer, Tiled
+from backend.training.lower import Tiled
 from backend.training.prior import add_drawn
 from backend.training.shares import Parts, Wishes, in_shares, left_out
 from backend.training.source import Source
@@ -98,11 +98,11 @@ def schedules(base: Base) -> Callable[..., torch.Tensor]:
 
 def _fill_pictures(source: Source, base: Base, load: Parts, wishes: Wishes) -> None:
     config = source.config
-    digest = part_digest(base, "vae") if "vae" in base.spec.parts else ""
+    vae = wishes.made_by("vae") if "vae" in base.spec.parts else ""
     for view in _views(source):
         item, size = source.items[view.item], source.sizes[view.item]
         box = cut(item, size, view.cut, zoom=config.dataset.crop_zoom)
-        words = (item.digest, size, view.flip, base.spec.family, digest, "mean", *([box] if box else []))
+        words = (item.digest, size, view.flip, vae, "mean", *([box] if box else []))
         source.latents[view] = key_of(*words)
     broken: dict[int, str] = {}
 
@@ -120,7 +120,7 @@ def _fill_pictures(source: Source, base: Base, load: Parts, wishes: Wishes) -> N
             missing,
             source.items,
             source.sizes,
-            encode=Fewer(each, wishes.note, what="pictures"),
+            encode=each,
             exact=lambda: each.exact,
             workers=config.dataset.dataset_num_workers,
             skip_broken=config.dataset.skip_broken_pictures,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
 
-from backend.training.base import Base, part_digest
+from backend.training.base import Base
 from backend.training.cache import View, key_of
 from backend.training.captions import lines_of
 from backend.training.conditions import encode_told
@@ -32,14 +33,19 @@ def add_drawn(source: Source, base: Base, load: Parts, wishes: Wishes) -> None:
     own = [number for number, item in enumerate(source.items) if not item.prior]
     prompts = prior_prompts(section, editing=bool(source.references))
     size = max(set(source.sizes), key=source.sizes.count)
-    digests = [part_digest(base, name) for name in ("dit", "text_encoder")]
+    drawn_by = [
+        *(wishes.made_by(name) for name in ("dit", "text_encoder", *(["vision"] if source.references else []))),
+        source.processor if source.references else "",
+        json.dumps(base.spec.scheduler, sort_keys=True),
+        PRIOR_STEPS,
+    ]
     wanted = {}
     for number in range(section.prior_pictures):
         prompt, place = prompts[number % len(prompts)], seed * 100003 + number
         like = own[number % len(own)]
         references = source.references.get(View(like), ())
         own_size = source.sizes[like] if references else size
-        key = key_of("prior", prompt, place, own_size, section.prior_guidance, str(wishes.dtype), *digests, *references)
+        key = key_of("prior", prompt, place, own_size, section.prior_guidance, *drawn_by, *references)
         view = View(len(source.items))
         source.latents[view] = key
         if references:

@@ -113,6 +113,11 @@ def _check_part(part: str, name: str, method: Method, *, trained: tuple[str, ...
         )
 
 
+def package_of(method: str) -> str:
+    """The package that carries out a method; "" for Loft's own."""
+    return METHODS[method].package
+
+
 def quantise(
     module: torch.nn.Module, how: Quantised, *, part: PartSpec, maps: Mapping[Path, mmap.mmap], device: torch.device
 ) -> torch.nn.Module:

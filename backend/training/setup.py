@@ -18,11 +18,13 @@ from backend.training.attention import plain_on_cpu
 from backend.training.base import DTYPES, Base, find_base, load_parts
 from backend.training.batches import Batch
 from backend.training.beside import Beside
+from backend.training.cache import key_of
 from backend.training.conditions import add_samples, fill_told, is_editing, processor_of, told_to_draw
 from backend.training.dataset import Dataset
 from backend.training.early import asks_edits, read_data
 from backend.training.extras import check_flags, check_steps
 from backend.training.frozen import Kept, keeping
+from backend.training.ingredients import encoder_key, folder_digest
 from backend.training.learner import Learner, named_trainable
 from backend.training.material import free_memory, prepare_source, split_off
 from backend.training.optimizers import Mean, check_optimizer, make_optimizers
@@ -48,9 +50,12 @@ class Loader:
     device: torch.device
     through_ram: bool
     tokenizer: object
+    tokenizer_digest: str
+    preset: tuple[str, Path] | None = None  # a LoRA that is merged into the base, and into which part
     processor: object = None  # of a model that edits
     processor_digest: str = ""
     parts: dict[str, torch.nn.Module] = field(default_factory=dict)
+    _made_by: dict[str, str] = field(default_factory=dict)
 
     def __call__(
         self,
@@ -60,7 +65,14 @@ class Loader:
         before_rounding: Callable[[str, torch.nn.Module], None] | None = None,
     ) -> dict:
         missing = [name for name in names if name not in self.parts]
-        self.parts |= load_parts(
+
+        def merge(name: str, module: torch.nn.Module) -> None:
+            if name == self.encoder_preset:
+                self.merge_preset(name, module)
+            if before_rounding:
+                before_rounding(name, module)
+
+        made = load_parts(
             self.base,
             missing,
             trained=self.trained if to_train else (),
@@ -68,11 +80,39 @@ class Loader:
             device=self.device,
             kept=self.kept,
             quantised=self.quantised,
-            before_rounding=before_rounding,
+            before_rounding=merge,
             split_bytes=self.split_bytes,
             through_ram=self.through_ram,
         )
+        for name in made.keys() & {self.encoder_preset} - set(self.quantised):
+            self.merge_preset(name, made[name])
+        self.parts |= made
         return {**{name: self.parts[name] for name in names}, "tokenizer": self.tokenizer, "processor": self.processor}
+
+    @property
+    def encoder_preset(self) -> str | None:
+        """The part that the preset LoRA is merged into whenever it is loaded; the denoiser's waits until pictures of the untouched one are drawn."""
+        return self.preset[0] if self.preset and self.preset[0] != "dit" else None
+
+    def merge_preset(self, part: str, module: torch.nn.Module) -> None:
+        """Merges the preset LoRA into the base, so that a new one learns the difference; beside weights that are not kept in full."""
+        adapters = Adapters({part: module}, family=self.base.family, specs={part: self.base.spec.parts[part]})
+        adapters.add(str(self.preset[1]), strength=1.0, hot=part in self.kept)
+
+    def made_by(self, name: str) -> str:
+        """A hash of everything of the part `name` that what it makes depends on, with the tokenizer of a text encoder."""
+        if name not in self._made_by:
+            key = encoder_key(
+                self.base,
+                name,
+                dtype=self.dtype,
+                device=self.device,
+                kept=self.kept.get(name),
+                quantised=self.quantised.get(name),
+                adapter=self.preset[1] if name == self.encoder_preset else None,
+            )
+            self._made_by[name] = key_of(key, self.tokenizer_digest) if name == "text_encoder" else key
+        return self._made_by[name]
 
     def drop_all_but(self, names: Iterable[str]) -> None:
         """Lets parts go that are no longer needed; of those whose weights are moved about, nothing is on its way any more."""
@@ -164,7 +204,7 @@ def make_loader(config, accelerator) -> Loader:
         )
     shards.check(config, kept=kept, quantised=quantised)
     split = config.memory.cpu_offload_split_threshold
-    looks, digest = None, ""
+    looks, digest, words = None, "", tokenizer_folder(config.model, base)
     if is_editing(base):
         looks, digest = processor_of(processor_folder(config.model, base), base, pixels=config.dataset.edit_pixels)
     return Loader(
@@ -176,7 +216,9 @@ def make_loader(config, accelerator) -> Loader:
         dtype=dtype,
         device=device,
         through_ram=config.model.initialize_model_on_cpu,
-        tokenizer=base.family.load_tokenizer(tokenizer_folder(config.model, base)),
+        tokenizer=base.family.load_tokenizer(words),
+        tokenizer_digest=folder_digest(words),
+        preset=_preset(config.lora),
         processor=looks,
         processor_digest=digest,
     )
@@ -195,7 +237,7 @@ def make_source(
     """What is trained on, encoded. `known`: the dataset as `early.look` has read it. `into`: encodings go to that folder, for a later run."""
     reporter.phase("caching")
     trains_text = "text_encoder" in load.trained or lora_part(config) == "text_encoder"
-    wishes = _wishes(accelerator, reporter, trains_text=trains_text, dtype=load.dtype)
+    wishes = _wishes(accelerator, reporter, load, trains_text=trains_text)
     if config.training.task.endswith(":train"):
         source = stored.read(Path(config.dataset.dataset_base_path), load.base, config)
         source.processor = load.processor_digest
@@ -221,13 +263,13 @@ def make_learner(config, load: Loader, source: Source) -> tuple[Learner, Adapter
     needed = (
         ["dit"] if source.texts is not None else ["dit", "text_encoder", *(["vision"] if source.references else [])]
     )
-    merging = _preset_part(config.lora, needed)
+    merging = load.preset[0] if load.preset and load.preset[0] == "dit" else None
     rounded = {merging} & set(load.quantised)  # a LoRA is merged into full weights, before they are rounded
     load.drop_all_but(set(needed) - set(load.trained) - rounded)
 
     def merge(name: str, module: torch.nn.Module) -> None:
         if name == merging:
-            _merge_preset(module, name, config.lora, load, hot=name in load.kept)
+            load.merge_preset(name, module)
 
     parts = {
         name: module for name, module in load(needed, to_train=True, before_rounding=merge).items() if name in needed
@@ -247,20 +289,9 @@ def make_learner(config, load: Loader, source: Source) -> tuple[Learner, Adapter
     return learner, adapter
 
 
-def _preset_part(lora, parts: Iterable[str]) -> str | None:
-    """The part that the preset LoRA goes into, if there is one."""
-    if not lora.preset_lora_path:
-        return None
-    part = lora.preset_lora_model or "dit"
-    if part not in parts:
-        raise Trouble("bad_value", f"The preset LoRA cannot go into {part!r} (--preset_lora_model).", hint="Use dit.")
-    return part
-
-
-def _merge_preset(module: torch.nn.Module, part: str, lora, load: Loader, *, hot: bool) -> None:
-    """Merges a LoRA into the base, so that a new one learns the difference to both; beside weights that are not kept in full."""
-    adapters = Adapters({part: module}, family=load.base.family, specs={part: load.base.spec.parts[part]})
-    adapters.add(lora.preset_lora_path, strength=1.0, hot=hot)
+def _preset(lora) -> tuple[str, Path] | None:
+    """The part that the preset LoRA goes into, and its file, if there is one."""
+    return (lora.preset_lora_model or "dit", Path(lora.preset_lora_path)) if lora.preset_lora_path else None
 
 
 def _dtype(config, device: torch.device) -> torch.dtype:
@@ -277,16 +308,17 @@ def _check_parts(parts: Mapping[str, PartSpec], names: tuple[str, ...], *, title
             raise Trouble("missing_part", f"{title} has no {name} among the files given.")
 
 
-def _wishes(accelerator, reporter: Reporter, *, trains_text: bool, dtype: torch.dtype) -> Wishes:
+def _wishes(accelerator, reporter: Reporter, load: Loader, *, trains_text: bool) -> Wishes:
     return Wishes(
         trains_text=trains_text,
-        dtype=dtype,
+        dtype=load.dtype,
         rank=accelerator.process_index,
         processes=accelerator.num_processes,
         wait=accelerator.wait_for_everyone,
         gather=lambda value: gather(accelerator, value),
         progress=lambda done, total: reporter.event("phase", name="caching", done=done, total=total),
         note=reporter.note,
+        made_by=load.made_by,
     )
 
 

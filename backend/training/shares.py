@@ -24,6 +24,9 @@ class Wishes:
     gather: Callable[[object], list]
     progress: Callable[[int, int], None]
     note: Callable[[str], None]
+    made_by: Callable[
+        [str], str
+    ]  # part -> a hash of everything of it that what it encodes depends on (`ingredients.encoder_key`)
 
 
 def in_shares(wanted: dict, store: Store, wishes: Wishes, work: Callable[[dict], None]) -> None:

@@ -79,8 +79,6 @@ def test_a_run_goes_on_with_less_and_learns_the_same(run_training, events, tmp_p
     said = events(tmp_path / "less")
     notes = " ".join(event["message"] for event in said if event["event"] == "note")
     for words in (
-        "while pictures were encoded; 1 are encoded at once",
-        "while prompts were encoded; 2 are encoded at once",
         "while pictures that are trained along",
         "while a sample was drawn; guidance is computed in two passes",
     ):
