@@ -12,7 +12,7 @@ from backend.catalog.sizes import ModelSizes
 from backend.catalog.speed import Speed
 from backend.catalog.weights import on_card
 from backend.catalog.work import work_of_training
-from backend.schema.vram import DISK, VramPlan
+from backend.schema.vram import DISK, PhasePlan, VramPlan
 
 
 def layouts_of(plan: VramPlan, computing: str) -> dict[str, PartLayout]:
@@ -34,6 +34,16 @@ def _leaves(config) -> bool:
 
 def live_bytes(plan: VramPlan, sizes: ModelSizes, work: Work, fixed: Fixed) -> dict[str, int]:
     """Phase -> bytes of tensors alive at once on the device, were `work` done as `plan` keeps the weights."""
+    return {phase: one.live_bytes for phase, one in phases(plan, sizes, work, fixed).items()}
+
+
+def high_bytes(plan: VramPlan, sizes: ModelSizes, work: Work, fixed: Fixed) -> dict[str, int]:
+    """The same with what the allocator is likely to reserve, context and libraries: what a budget is held against."""
+    return {phase: one.peak_high_bytes for phase, one in phases(plan, sizes, work, fixed).items()}
+
+
+def phases(plan: VramPlan, sizes: ModelSizes, work: Work, fixed: Fixed) -> dict[str, PhasePlan]:
+    """Each phase of `work`, done as `plan` keeps the weights."""
     layouts, point = layouts_of(plan, work.computing), point_of(sizes, work)
     for name in layouts.keys() & set(DENOISERS):
         layouts[name] = replace(layouts[name], whole=work.compiled, codes=work.fp8_products)
@@ -41,21 +51,25 @@ def live_bytes(plan: VramPlan, sizes: ModelSizes, work: Work, fixed: Fixed) -> d
     dits = [sizes.parts[name] for name in DENOISERS if name in sizes.parts]
     denoising = {**point, "b": 1} if plan.halves_apart else point
     found = {
-        "text": [estimate.text(part, point, work, fixed).live for part in text],
-        "denoise": [estimate.denoise(part, denoising, work, fixed).live + work.lora_bytes for part in dits],
+        "text": [estimate.text(part, point, work, fixed) for part in text],
+        "denoise": [estimate.denoise(part, denoising, work, fixed) for part in dits],
     }
     active = {"text": {part.name for part in text}, "denoise": {dits[0].name}}
     if "vae" in sizes.parts:
         vae, dtype = sizes.parts["vae"], work.decoder_dtype
-        found["decode"] = [estimate.decode(vae, point, dtype, fixed, tiled=plan.tiled_vae).live]
+        found["decode"] = [estimate.decode(vae, point, dtype, fixed, tiled=plan.tiled_vae)]
         active["decode"] = {"vae"}
         if work.encodes:
-            found["encode"] = [
-                estimate.decode(vae, estimate.encoded(point, sizes, work), dtype, fixed, stage="encode").live
-            ]
+            found["encode"] = [estimate.decode(vae, estimate.encoded(point, sizes, work), dtype, fixed, stage="encode")]
             active["encode"] = {"vae"}
     return {
-        phase: fixed.corrected(max(working) + _weights(layouts, sizes, active[phase], work))
+        phase: estimate.phase(
+            phase,
+            {"": _weights(layouts, sizes, active[phase], work)},
+            max(working, key=lambda one: one.live),
+            fixed,
+            adapter=work.lora_bytes if phase == "denoise" else 0,
+        )
         for phase, working in found.items()
         if working
     }

@@ -41,7 +41,7 @@ def work_of_request(request: GenerationRequest, sizes: ModelSizes, *, computing:
         guidance=request.guidance > 1 and said.get("guidance", True),
         reference_pictures=said.get("reference_pictures", 0) + said.get("layers", 0),
         from_picture=bool(request.input_image),
-        lora_bytes=sum(_file_bytes(use.path) for use in request.loras),
+        lora_bytes=lora_bytes(request),
         computing=computing,
         decoder_dtype=computing,
         step_cache=request.step_cache > 0,
@@ -254,6 +254,11 @@ def _targeted(name: str, wanted: str, ends) -> bool:
         return re.fullmatch(wanted, re.sub(r"^([a-z_.]*?(?:blocks|layers|block))\.", r"\1.0.", name)) is not None
     except re.error:
         return False
+
+
+def lora_bytes(request: GenerationRequest) -> int:
+    """What its LoRAs take beside the weights; less where they are fused into them."""
+    return sum(_file_bytes(use.path) for use in request.loras)
 
 
 def _file_bytes(path: str) -> int:

@@ -28,6 +28,7 @@ from backend.schema.request import (
     request_from_values,
     request_to_values,
 )
+from backend.schema.vram import VramPlan
 
 MEMORY_SECONDS = 2.0
 _DOING = {"load": "loading", "tool": "working on a LoRA"}
@@ -201,7 +202,7 @@ class Work:
 
     def estimate(self, id: str, values: dict) -> None:
         request = asked(values)
-        self.wire.say("estimate", id=id, **asdict(self._plan(self._spec(request), request)))
+        self.wire.say("estimate", id=id, **asdict(self._plan(self._spec(request), request)[0]))
 
     def _spec(self, request: GenerationRequest) -> ModelSpec:
         path = download.find_model(request.model, folders=[Path(folder) for folder in self.preferences.model_folders])
@@ -210,7 +211,10 @@ class Work:
 
     def _place(self, spec: ModelSpec, request: GenerationRequest) -> planning.Placing:
         """How the model is to be placed. Raises Trouble where a CPU would run out of RAM: there it is other programs that die."""
-        plan = self._plan(spec, request)
+        plan, room = self._plan(spec, request)
+        if self.device.type == "cpu" and not plan.fits and self.pipeline is not None:
+            self._close()  # what is loaded takes of the RAM that is free
+            plan, room = self._plan(spec, request)
         if self.device.type == "cpu" and not plan.fits:
             needed, free = (value / memory.GIB for value in (plan.peak_low_bytes, memory.ram()[1]))
             raise Trouble(
@@ -218,12 +222,12 @@ class Work:
                 f"{request.width} x {request.height} pixels with {spec.title} need {needed:.1f} GiB of RAM; {free:.1f} are free.",
                 hint=plan.advice or "Make the picture smaller.",
             )
-        return planning.Placing.of(plan, request)
+        return planning.Placing.of(plan, request, room=room)
 
-    def _plan(self, spec: ModelSpec, request: GenerationRequest):
+    def _plan(self, spec: ModelSpec, request: GenerationRequest) -> tuple[VramPlan, planning.Room]:
         reserve = int(self.preferences.reserve_gib * memory.GIB)
         card = memory.probe(self.device, reserve_bytes=None if self.device.type == "cpu" else reserve)
-        return planning.plan_for(spec, card, request, self.preferences)
+        return planning.plan_for(spec, card, request, self.preferences), planning.room_of(spec, card)
 
     def _ensure(self, id: str, request: GenerationRequest, *, draws: bool = False) -> Pipeline:
         """The pipeline of the request's model, loaded anew only where model, files, preferences or placement ask for it. `draws`: the
