@@ -195,8 +195,14 @@ def phase(
     )
 
 
-def compute_seconds(flops: float, speed: Speed) -> tuple[float, float]:
-    return flops / speed.flops, flops / speed.flops * speed.spread
+def compute_seconds(flops: float, speed: Speed) -> float:
+    """In the middle of the range that `ranged` gives."""
+    return flops / speed.flops * (1 + speed.spread) / 2
+
+
+def ranged(seconds: float, speed: Speed) -> tuple[float, float]:
+    """The range around a middle. Its ends are in one proportion for every arrangement, so that of two plans the faster is so at both."""
+    return 2 * seconds / (1 + speed.spread), 2 * seconds * speed.spread / (1 + speed.spread)
 
 
 def move_seconds(nbytes: float, home: str, speed: Speed) -> float:

@@ -14,6 +14,8 @@ from backend.catalog.speed import Speed
 from backend.catalog.weights import moved_bytes, off_card, on_card
 from backend.schema.vram import PhasePlan
 
+LOSSY = ("fp8", "tile", "optimizer_8bit")  # rungs that change results
+
 
 @dataclass(frozen=True)
 class Terms:
@@ -62,7 +64,6 @@ class Option:
     rungs: tuple[str, ...] = ()
     lossy: int = 0
     off_card_bytes: int = 0  # in RAM, as long as the job lasts
-    extra_seconds: float = 0.0  # of bringing weights in, once
 
     @cached_property
     def high(self) -> int:
@@ -73,8 +74,14 @@ class Option:
         return max((phase.peak_low_bytes for phase in self.phases), default=0)
 
     @cached_property
+    def lossy_rungs(self) -> frozenset[str]:
+        """Those that change results."""
+        return frozenset(rung for rung in self.rungs if rung.partition(":")[0] in LOSSY)
+
+    @cached_property
     def seconds(self) -> float:
-        return sum(phase.seconds[1] for phase in self.phases)
+        """In the middle of their range, by which options are compared."""
+        return sum(sum(phase.seconds) / 2 for phase in self.phases)
 
 
 def part_layouts(
@@ -119,11 +126,9 @@ def _encoded(
         for part in encoders
     )
     flops = sum(estimate.operations(part, estimate.told(part, terms.point)) for part in encoders)
-    low, high = estimate.compute_seconds(flops * passes, terms.speed)
+    seconds = estimate.ranged(estimate.compute_seconds(flops * passes, terms.speed) + moved, terms.speed)
     ram = sum(off_card(part, parts[part.name], computing) for part in encoders)
-    phase = estimate.phase(
-        "text", weights, working, terms.fixed, staging=staging, ram=ram, seconds=(low + moved, high + moved)
-    )
+    phase = estimate.phase("text", weights, working, terms.fixed, staging=staging, ram=ram, seconds=seconds)
     return Option(Layout(parts), (phase,), _named("text", rungs), lossy, ram)
 
 
@@ -157,10 +162,8 @@ def _denoised(terms: Terms, layout: PartLayout, rungs: tuple[str, ...], lossy: i
     moved = moved_bytes(first, parts[first.name], work.computing) * passes
     aside = estimate.move_seconds(moved, layout.home, terms.speed)
     entering = sum(_entering(part, parts[part.name], terms) for part in terms.denoisers)
-    seconds = tuple(
-        max(pace + cast, aside) * work.steps * work.count + entering
-        for pace in estimate.compute_seconds(flops, terms.speed)
-    )
+    pass_seconds = max(estimate.compute_seconds(flops, terms.speed) + cast, aside)
+    seconds = estimate.ranged(pass_seconds * work.steps * work.count + entering, terms.speed)
     ram = sum(off_card(part, parts[part.name], work.computing) for part in terms.denoisers)
     phase = estimate.phase(
         "denoise", weights, working, terms.fixed, staging=staging, adapter=work.lora_bytes, ram=ram, seconds=seconds
@@ -185,20 +188,17 @@ def _decoded(terms: Terms, part: PartSizes, layout: PartLayout, tiled: bool) -> 
     work, dtype = terms.work, terms.work.decoder_dtype
     weights = {"vae": part.bytes(dtype, dtype)}
     flops = estimate.operations(part, terms.point, "operations/decode")
-    low, high = (
-        seconds * work.count for seconds in estimate.compute_seconds(flops * (1.8 if tiled else 1.0), terms.speed)
-    )
+    each = estimate.compute_seconds(flops * (1.8 if tiled else 1.0), terms.speed)
     entering = _entering(part, layout, terms)
     working = estimate.decode(part, terms.point, dtype, terms.fixed, tiled=tiled)
-    phases = [estimate.phase("decode", weights, working, terms.fixed, seconds=(low + entering, high + entering))]
+    seconds = estimate.ranged(each * work.count + entering, terms.speed)
+    phases = [estimate.phase("decode", weights, working, terms.fixed, seconds=seconds)]
     if work.encodes:
         point = estimate.encoded(terms.point, terms.sizes, work)
         flops = estimate.operations(part, point, "operations/encode")
         first = estimate.decode(part, point, dtype, terms.fixed, stage="encode")
-        phases.insert(
-            0,
-            estimate.phase("encode", weights, first, terms.fixed, seconds=estimate.compute_seconds(flops, terms.speed)),
-        )
+        seconds = estimate.ranged(estimate.compute_seconds(flops, terms.speed), terms.speed)
+        phases.insert(0, estimate.phase("encode", weights, first, terms.fixed, seconds=seconds))
     rungs = (("tile",) if tiled else ()) + (("park",) if layout.mode == "parked" else ())
     ram = off_card(part, layout, dtype)
     return Option(Layout({"vae": layout}, tiled=tiled), tuple(phases), rungs, int(tiled), ram)

@@ -31,6 +31,7 @@ from backend.schema.vram import DISK, GIB, Card, VramConfig, VramPlan
 
 ORDER = ("cache text", "cache pictures", "text", "encode", "denoise", "decode", "step", "sample", "save")
 RAM_SHARE = 0.9  # of the free RAM may hold weights
+WORTH = 0.05  # of the time: what a lossy rung has to save
 
 
 def plan(
@@ -147,8 +148,11 @@ def _together(terms: Terms, *each: Option) -> Option:
 
 
 def _choose(groups, terms: Terms) -> tuple[tuple[Option, ...], bool, str]:
-    """(options, fits, verdict): the fastest combination whose likely peak fits, else the one that needs least."""
-    fastest, least = None, None
+    """(options, fits, verdict): the fastest combination whose likely peak fits, else the one that needs least.
+
+    What is lossy has to be worth it: each such rung saves WORTH of the time beside the best plan without it, or nothing fits without it."""
+    fastest: dict[frozenset[str], tuple] = {}  # lossy rungs -> the best with these
+    least = None
     for group in groups:
         for chosen in itertools.product(*map(_worth_having, group)):
             if sum(option.off_card_bytes for option in chosen) > terms.ram_bytes:
@@ -160,15 +164,26 @@ def _choose(groups, terms: Terms) -> tuple[tuple[Option, ...], bool, str]:
                 sum(len(option.rungs) for option in chosen),
                 high,
             )
-            if high <= terms.budget_bytes and (fastest is None or key < fastest[0]):
-                fastest = key, chosen
+            if high <= terms.budget_bytes:
+                given_up = frozenset().union(*(option.lossy_rungs for option in chosen))
+                if given_up not in fastest or key < fastest[given_up][0]:
+                    fastest[given_up] = key, chosen
             if least is None or (high, *key) < least[0]:
                 least = (high, *key), chosen
-    if fastest is not None:
-        return fastest[1], True, "green"
+    if fastest:
+        return min(_worth_it(fastest), key=lambda one: one[0])[1], True, "green"
     assert least is not None, "disk needs no RAM, so some combination is always left"
     possible = max(option.low for option in least[1]) <= terms.budget_bytes
     return least[1], possible, "amber" if possible else "red"
+
+
+def _worth_it(fastest: dict[frozenset[str], tuple]) -> list[tuple]:
+    """Of the best plans for each set of lossy rungs, those that no plan with fewer of them comes close to in time."""
+    return [
+        (key, chosen)
+        for given_up, (key, chosen) in fastest.items()
+        if all(key[0] <= (1 - WORTH) * other[0] for fewer, (other, _) in fastest.items() if fewer < given_up)
+    ]
 
 
 def _worth_having(found: list[Option]) -> list[Option]:

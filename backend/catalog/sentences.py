@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from backend.catalog import estimate
 from backend.catalog.arrangement import Layout
+from backend.catalog.options import LOSSY
 from backend.schema.vram import GIB, PlanStep
 
 NAMES = {"dit": "transformer", "dit2": "second transformer", "text": "text encoder", "vae": "VAE"}
@@ -21,7 +22,6 @@ ORDER = (
     "optimizer_ram",
     "disk",
 )
-LOSSY = ("fp8", "tile", "optimizer_8bit")
 
 
 def steps(chosen, terms, groups) -> tuple[PlanStep, ...]:

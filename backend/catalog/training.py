@@ -74,7 +74,8 @@ def _leaving(option: Option, terms: Terms) -> Option:
     read = sum(part.bytes(computing, computing) for part in terms.encoders)
     more = estimate.move_seconds(read, DISK, terms.speed) - estimate.move_seconds(read, home, terms.speed)
     phases = tuple(
-        replace(one, name="cache text", seconds=tuple(value + more for value in one.seconds)) for one in option.phases
+        replace(one, name="cache text", seconds=estimate.ranged(sum(one.seconds) / 2 + more, terms.speed))
+        for one in option.phases
     )
     parked = any(part.mode == "parked" for part in option.layout.parts.values())
     rungs = tuple(rung for rung in option.rungs if rung != "park" and not (parked and rung.startswith("disk")))
@@ -249,8 +250,8 @@ def _seconds(terms: Terms, layout: Layout, kept: PartLayout, checkpoints: int) -
     update = work.trained_numel * (28 / CPU_UPDATE_BYTES + 8 / speed.link_bytes) if layout.states_in_ram else 0.0
     if layout.state_bytes == MOMENTS_8BIT:
         update += work.trained_numel * 40 / speed.memory_bytes
-    low, high = estimate.compute_seconds(flops, speed)
-    return tuple((max(pace + cast, aside) + update) * work.total_steps for pace in (low, high))
+    each = max(estimate.compute_seconds(flops, speed) + cast, aside) + update
+    return estimate.ranged(each * work.total_steps, speed)
 
 
 def _sample(terms: Terms, weights: dict[str, int], staging: int, adapter: int):

@@ -21,6 +21,7 @@ from backend.schema.vram import Card
 MIB = 2**20
 BARE = Fixed(context_low_bytes=0, context_high_bytes=0, workspace_bytes=0, ram_bytes=0, converts=False)
 SPEED = Speed(flops=2e10, link_bytes=4e8, disk_bytes=1e8, memory_bytes=1e10)
+PACE = (1 + SPEED.spread) / 2  # the middle of the range
 SIZES = sizes_of(identify_model(ASSETS / "starter", FAMILIES))
 TWICE = replace(
     SIZES, parts={**SIZES.parts, "text_encoder_2": replace(SIZES.parts["text_encoder"], name="text_encoder_2")}
@@ -34,7 +35,7 @@ class Way:
     high: int
     seconds: float
     ram: int = 0
-    lossy: int = 0
+    lossy: frozenset = frozenset()  # what is given up for memory
     rungs: int = 0
 
 
@@ -86,6 +87,10 @@ def ways_of(parts, turns: bool):
             yield storage, home, counts, 2 + (storage == 1) + (home == "disk")
 
 
+def given_up(name: str, taken: bool) -> frozenset:
+    return frozenset({name}) if taken else frozenset()
+
+
 def rate(home: str) -> float:
     return SPEED.link_bytes if home == "ram" else SPEED.disk_bytes
 
@@ -94,7 +99,7 @@ def text_ways(sizes, work, point, turns=True) -> list[Way]:
     parts = [part for name, part in sizes.parts.items() if name.startswith("text")]
     working = max(estimate.text(part, point, work, BARE).likely for part in parts)
     passes, found = 2 if work.guidance else 1, []
-    compute = sum(estimate.operations(part, point) for part in parts) * passes / SPEED.flops * SPEED.spread
+    compute = sum(estimate.operations(part, point) for part in parts) * passes / SPEED.flops * PACE
     for storage, home, counts, rungs in ways_of(parts, turns):
         held = [kept(part, storage, home, count) for part, count in zip(parts, counts, strict=True)]
         moved = (
@@ -104,7 +109,13 @@ def text_ways(sizes, work, point, turns=True) -> list[Way]:
         )
         high = sum(one.card for one in held) + max(one.staging for one in held) + working
         found.append(
-            Way(high, compute + moved / rate(home), sum(one.ram for one in held) if turns else 0, storage == 1, rungs)
+            Way(
+                high,
+                compute + moved / rate(home),
+                sum(one.ram for one in held) if turns else 0,
+                given_up("fp8 text", storage == 1),
+                rungs,
+            )
         )
     return found
 
@@ -116,12 +127,13 @@ def denoise_ways(sizes, work, point, turns=True) -> list[Way]:
         working = estimate.denoise(part, at, work, BARE).likely
         for storage, home, (count,), rungs in ways_of([part], turns):
             held, passes = kept(part, storage, home, count), 2 if apart else 1
-            compute = estimate.operations(part, {**point, "b": 1}) * point["b"] / SPEED.flops * SPEED.spread
+            compute = estimate.operations(part, {**point, "b": 1}) * point["b"] / SPEED.flops * PACE
             compute += part.numel * 3 * passes / SPEED.memory_bytes if storage == 1 else 0
             seconds = max(compute, held.fetched * passes / rate(home)) * work.steps
             seconds += part.bytes("bfloat16", "bfloat16") / rate(home) if turns else 0
             high = held.card + held.staging + working
-            found.append(Way(high, seconds, held.ram if turns else 0, storage == 1, rungs + apart))
+            given = given_up("fp8 dit", storage == 1)
+            found.append(Way(high, seconds, held.ram if turns else 0, given, rungs + apart))
     return found
 
 
@@ -130,15 +142,13 @@ def decode_ways(sizes, work, point, turns=True) -> list[Way]:
     whole = part.bytes("bfloat16", "bfloat16")
     for tiled in (False, True):
         working = estimate.decode(part, point, "bfloat16", BARE, tiled=tiled).likely
-        seconds = (
-            estimate.operations(part, point, "operations/decode") * (1.8 if tiled else 1) / SPEED.flops * SPEED.spread
-        )
+        seconds = estimate.operations(part, point, "operations/decode") * (1.8 if tiled else 1) / SPEED.flops * PACE
         found.append(
             Way(
                 whole + working,
                 seconds + (whole / SPEED.link_bytes if turns else 0),
                 whole if turns else 0,
-                tiled,
+                given_up("tiles", tiled),
                 tiled + turns,
             )
         )
@@ -146,8 +156,8 @@ def decode_ways(sizes, work, point, turns=True) -> list[Way]:
 
 
 def best(sizes, work, card: Card, *, fp8: bool) -> float | None:
-    """Seconds of the fastest way of all that fits; None where none does."""
-    point, room, found = estimate.point_of(sizes, work), card.total_bytes, []
+    """Seconds of the fastest way of all that fits, where what is lossy saves a twentieth; None where none does."""
+    point, room, found = estimate.point_of(sizes, work), card.total_bytes, {}
     for turns in (True, False):
         each = [ways(sizes, work, point, turns) for ways in (text_ways, denoise_ways, decode_ways)]
         each = [[way for way in ways if fp8 or not (way.lossy and ways is not each[2])] for ways in each]
@@ -157,8 +167,14 @@ def best(sizes, work, card: Card, *, fp8: bool) -> float | None:
             else _beside(sizes, each, room)
         ):
             if sum(way.ram for way in ways) <= 0.9 * card.ram_free_bytes:
-                found.append(sum(way.seconds for way in ways))
-    return min(found, default=None)
+                given = frozenset().union(*(way.lossy for way in ways))
+                found[given] = min(found.get(given, float("inf")), sum(way.seconds for way in ways))
+    worth = [
+        seconds
+        for given, seconds in found.items()
+        if all(seconds <= 0.95 * other for fewer, other in found.items() if fewer < given)
+    ]
+    return min(worth, default=None)
 
 
 def _beside(sizes, each, room):
@@ -187,9 +203,7 @@ def test_no_way_to_draw_is_faster_than_the_plan_s(sizes, fp8):
         if wanted is None:
             assert found.verdict != "green"
         else:
-            assert found.verdict == "green" and sum(phase.seconds[1] for phase in found.phases) == pytest.approx(
-                wanted, rel=1e-9
-            ), (mib, ram)
+            assert found.verdict == "green" and sum(found.seconds) / 2 == pytest.approx(wanted, rel=1e-9), (mib, ram)
     assert "green" in verdicts and "red" in verdicts
 
 
@@ -217,7 +231,7 @@ def test_no_way_to_take_a_step_is_faster_than_the_plan_s():
             working, ends, _ = estimate.step(dit, point, work, Layout(checkpointed=checkpointed), BARE)
             beside = 16 * numel  # the adapter, its gradients and two moments
             high = held.card + held.staging + beside + max(working.likely - 4 * numel, ends, 4 * numel)
-            compute = flops * (2 + checkpointed) / SPEED.flops * SPEED.spread
+            compute = flops * (2 + checkpointed) / SPEED.flops * PACE
             fetched = len(dit.blocks) - (len(dit.blocks) if count is None else count)
             moved = (
                 2 * held.fetched * max(fetched - 2, 0) / max(fetched, 1)
@@ -229,6 +243,8 @@ def test_no_way_to_take_a_step_is_faster_than_the_plan_s():
         if not ways:
             assert step.peak_high_bytes > card.total_bytes
             continue
-        assert step.peak_high_bytes <= card.total_bytes and step.seconds[1] == pytest.approx(min(ways), rel=1e-9), mib
+        assert step.peak_high_bytes <= card.total_bytes and sum(step.seconds) / 2 == pytest.approx(
+            min(ways), rel=1e-9
+        ), mib
         seen.add((found.settings["use_gradient_checkpointing"], len(found.resident_blocks["dit"])))
     assert len(seen) > 3
