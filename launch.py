@@ -14,6 +14,10 @@ NEEDED_PYTHON = (3, 11)
 if sys.version_info < NEEDED_PYTHON:
     sys.exit("Loft needs Python 3.11 or newer; this is Python {}.{}.".format(*sys.version_info[:2]))
 
+# What lies beside this file is no module but for Loft's own packages: behind the standard library it stands for nothing else.
+if __name__ == "__main__" and not sys.flags.safe_path:
+    sys.path.append(sys.path.pop(0))
+
 import argparse
 import contextlib
 import errno
@@ -28,6 +32,7 @@ import webbrowser
 from pathlib import Path
 
 from backend.host.environment import ready_python
+from backend.host.isolation import SAFE, isolated
 from backend.host.token import token
 from backend.schema import access
 from backend.schema.messages import Trouble
@@ -75,7 +80,8 @@ def run_tests(python: str, arguments: list[str]) -> int:
     codes = []
     for words in (["ruff", "check", "."], ["pytest", *arguments]):
         print("$ python -m", *words, flush=True)
-        codes.append(subprocess.run([python, "-m", *words], cwd=ROOT).returncode)
+        child = subprocess.run([python, *SAFE, "-m", *words], cwd=ROOT, env=isolated(os.environ, data=ROOT))
+        codes.append(child.returncode)
     return next((code for code in codes if code), 0)
 
 
@@ -97,13 +103,12 @@ def serve(options: argparse.Namespace) -> int:
     secret = "" if options.no_token else token(Places(data))
     address = access.address(options.host, port, "" if logins else secret)
     asked = Asked()
-    child = start_studio([python, "-m", "studio.app", *words], data, logins)
+    child = start_studio([python, *SAFE, "-m", "studio.app", *words], data, logins)
     answered = threading.Event()
     threading.Thread(target=greet, args=(child, options, port, address, answered), daemon=True).start()
     code = watch(child, asked)
     if asked.count:
-        sweep(python, data)
-        return 0
+        return sweep(python, data)
     if answered.is_set():
         say = "The studio ended by itself (exit code {}). Training runs go on: start again to see them."
     else:
@@ -130,8 +135,7 @@ def start_studio(argv: list[str], data: Path, logins: list[tuple[str, str]]) -> 
 
     Logins go there too, as its first line.
     """
-    path = os.pathsep.join(item for item in (str(ROOT), os.environ.get("PYTHONPATH", "")) if item)
-    env = {**os.environ, "LOFT_SUPERVISED": "1", "LOFT_DATA": str(data), "PYTHONPATH": path, "PYTHONUTF8": "1"}
+    env = {**isolated(os.environ, data=data), "LOFT_SUPERVISED": "1", "LOFT_DATA": str(data), "PYTHONUTF8": "1"}
     apart = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP} if os.name == "nt" else {"start_new_session": True}
     child = subprocess.Popen(argv, cwd=ROOT, env=env, stdin=subprocess.PIPE, **apart)
     if logins:
@@ -168,9 +172,11 @@ def kill(child: subprocess.Popen) -> None:
         child.kill() if os.name == "nt" else os.killpg(child.pid, signal.SIGKILL)
 
 
-def sweep(python: str, data: Path) -> None:
-    """Ends a worker or runs that the studio could not end itself."""
-    subprocess.run([python, "-m", "backend.host.ending", str(data)], cwd=ROOT, stdin=subprocess.DEVNULL)
+def sweep(python: str, data: Path) -> int:
+    """Ends a worker or runs that the studio could not end itself. Returns 1 where it cannot either, else 0."""
+    argv = [python, *SAFE, "-m", "backend.host.ending", str(data)]
+    done = subprocess.run(argv, cwd=ROOT, env=isolated(os.environ, data=data), stdin=subprocess.DEVNULL)
+    return 1 if done.returncode else 0
 
 
 def greet(

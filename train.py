@@ -6,15 +6,21 @@ Models, cache and results belong to the working folder (`./models`), as there, u
 
 import os
 import sys
-from pathlib import Path
 
 if __name__ == "__main__":
-    project = str(Path(__file__).resolve().parent)
+    # Behind everything that is installed: what lies beside this file stands for nothing but Loft's own packages.
+    project = os.path.dirname(os.path.realpath(__file__))
+    sys.path[:] = [
+        folder for folder in sys.path if os.path.realpath(folder) not in (project, os.path.realpath(os.curdir))
+    ]
+    sys.path.append(project)
+
+    from pathlib import Path
+
+    from backend.host.isolation import isolated
+
     os.environ.setdefault("LOFT_DATA", str(Path.cwd()))
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [project, os.environ.get("PYTHONPATH")])
-    )  # for a restart by name
-    sys.path.insert(0, project)
+    os.environ.update(isolated(os.environ, data=Path(os.environ["LOFT_DATA"])))  # for a restart by name
 
     from backend.training.__main__ import main
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from backend.catalog.lora_facts import number, table, trigger_words
@@ -23,16 +24,20 @@ SCHEDULES = {
     "constant": "constant",
     "linear": "linear",
 }
-# Never taken over: they are of another machine or another run.
-FOREIGN = (
-    "dataset_base_path",
-    "dataset_metadata_path",
-    "output_path",
-    "resume_from_checkpoint",
-    "sample_edit_images",
-    "model_paths",
-    "model",
-)
+# What a file may say of how it was trained. No paths, no models, no data, nothing that names code, and nothing that is of one machine
+# or one run: a LoRA's metadata is a stranger's text.
+TAKEN = (
+    "name", "trigger_word", "lora_rank", "lora_alpha", "lora_dropout", "lora_algorithm", "lora_target_modules", "lora_rank_pattern",
+    "lora_alpha_pattern", "learning_rate", "num_epochs", "max_steps", "batch_size", "gradient_accumulation_steps", "customized_optimizer",
+    "weight_decay", "lr_scheduler", "lr_warmup_steps", "lr_restarts", "max_grad_norm", "ema_decay", "seed", "mixed_precision",
+    "timestep_sampling", "logit_mean", "logit_std", "mode_scale", "high_noise_share", "high_noise_from", "loss_weighting", "min_snr_gamma",
+    "height", "width", "max_pixels", "dataset_repeat", "caption_dropout", "caption_shuffle", "flip", "crops", "crop_zoom", "masked_loss",
+    "mask_floor", "prior_pictures", "prior_weight", "prior_share", "prior_guidance", "sample_prompts", "sample_every",
+    "sample_inference_steps", "sample_guidance", "sample_seed", "sample_strengths", "sample_width", "sample_height", "validation_split",
+    "validation_every", "save_steps", "use_gradient_checkpointing",
+)  # fmt: skip
+PROSE = ("sample_prompts", "trigger_word")  # texts that no file is opened for
+NAMED_OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor", "lion", "muon", "adamw8bit", "pagedadamw8bit", "prodigy")
 
 
 def settings_of(spec: LoraSpec) -> dict[str, object]:
@@ -41,7 +46,21 @@ def settings_of(spec: LoraSpec) -> dict[str, object]:
     values = _common(spec)
     for reader in (_diffusers, _onetrainer, _ai_toolkit, _kohya, _loft):
         values |= {name: value for name, value in reader(metadata).items() if value not in (None, "")}
-    return values
+    return {name: value for name, value in values.items() if _may_be_taken(name, value)}
+
+
+def _may_be_taken(name: str, value: object) -> bool:
+    """Whether a setting is one that a file may say: optimizers by their short names, modules by plain names, and nothing that could be a path."""
+    if name not in TAKEN or not isinstance(value, str | int | float):
+        return False
+    said = str(value).strip()
+    if name == "customized_optimizer":
+        return said.lower() in NAMED_OPTIMIZERS
+    if name == "lora_target_modules":  # not a regular expression, which may run for ever
+        return re.fullmatch(r"[\w., -]*", said) is not None
+    if name in PROSE:
+        return not said.lower().endswith(".txt")  # else it would be read as a file of lines
+    return not isinstance(value, str) or not any(letter in said for letter in "/\\\n\0")
 
 
 def config_of(spec: LoraSpec, base: TrainingConfig) -> TrainingConfig:
@@ -52,7 +71,7 @@ def config_of(spec: LoraSpec, base: TrainingConfig) -> TrainingConfig:
         "dataset_base_path": base.dataset.dataset_base_path,
         "dataset_metadata_path": base.dataset.dataset_metadata_path,
     }
-    return with_known(fresh, {name: value for name, value in values.items() if name not in FOREIGN} | kept)
+    return with_known(fresh, values | kept)
 
 
 def _common(spec: LoraSpec) -> dict[str, object]:

@@ -55,7 +55,7 @@ def wire(
         if spec is None:
             return unchanged(fields), gr.skip(), gr.skip()
         wanted = form.differing(train.form, again.config_of(spec, remembered(studio)), values)
-        wanted = {name: value for name, value in wanted.items() if name not in again.FOREIGN}
+        wanted = {name: value for name, value in wanted.items() if name in again.TAKEN}
         words = f"The form holds what {spec.path.name} says about its training. Choose the pictures."
         return form.changes(train.form, wanted), gr.Tabs(selected="train"), notice(words, kind="good")
 

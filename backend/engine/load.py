@@ -6,6 +6,7 @@ private, so a change of a weight never reaches the file.
 
 from __future__ import annotations
 
+import importlib
 import mmap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -17,8 +18,10 @@ from torch.overrides import TorchFunctionMode
 from backend.catalog.spec import PartSpec, TensorAt
 from backend.engine import light, shortage
 from backend.engine.gguf_blocks import TYPES, Blocks
+from backend.schema.classes import class_of
 from backend.schema.messages import Trouble
 
+NETWORK_PACKAGES = ("diffusers.models", "transformers.models")  # whose classes may be built
 TORCH_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -102,9 +105,18 @@ def build_meta(part: PartSpec) -> torch.nn.Module:
 
 
 def find_class(network: str) -> type:
-    """The class behind "package.module:Class"."""
+    """The network class behind "package.module:Class". Raises Trouble("not_allowed") for one outside `NETWORK_PACKAGES` and for what is no
+    network: what is remembered of models in files may have been written by others."""
+    return checked_network(network, load=light.import_module)
+
+
+def checked_network(network: str, *, load: Callable = importlib.import_module) -> type:
+    """As `find_class`, imported by `load`."""
     package, _, name = network.partition(":")
-    return getattr(light.import_module(package), name)
+    found = class_of(package, name, packages=NETWORK_PACKAGES, load=load)
+    if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
+        raise Trouble("not_allowed", f"{network[:200]!r} is no network.")
+    return found
 
 
 class _ParametersOnMeta(TorchFunctionMode):

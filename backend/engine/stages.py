@@ -7,7 +7,6 @@ through together, `r` LoRA rank. Where a family computes with functions of its o
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterator
 
 import torch
@@ -15,13 +14,13 @@ import torch.nn.functional as F
 
 from backend.catalog.text import ends_with
 from backend.engine import vision_tower
+from backend.engine.load import checked_network
 from backend.engine.tape import Tape, record
 
 
 def build(network: str, config: dict, dtype: torch.dtype) -> torch.nn.Module:
     """The network "package:Class" with parameters of `dtype`; call it under fake tensors. Sizes that a class keeps in float32 stay so."""
-    package, _, name = network.partition(":")
-    kind = getattr(importlib.import_module(package), name)
+    name, kind = network.rpartition(":")[2], checked_network(network)
     with _default(dtype):
         if hasattr(kind, "config_class"):
             config = {**config, "attn_implementation": "sdpa"}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -42,7 +41,7 @@ class Engine:
         `argv` replaces the worker's command; `busy` says in a sentence who has the card, or "" (by default: a live run).
         """
         self._places = places
-        self._argv = argv or [sys.executable, "-m", "backend.engine", *(["--fake"] if fake else [])]
+        self._argv = argv or [*processes.PYTHON, "-m", "backend.engine", *(["--fake"] if fake else [])]
         self._busy = busy or (lambda: run.at_work(places))
         self._ledger = Ledger(places)
         self._changed = self._ledger.changed

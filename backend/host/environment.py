@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from backend.host.isolation import SAFE
 from backend.schema.messages import Trouble
 from backend.schema.places import PROJECT
 
@@ -113,11 +114,11 @@ def make_virtual_environment(prefix: Path) -> None:
 
 def install(python: str, requirements: Path, *, log: Path) -> None:
     """Installs with pip, which shows its progress. Raises Trouble that says why it failed."""
-    if subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode != 0:
-        subprocess.run([python, "-m", "ensurepip"], capture_output=True)
+    if subprocess.run([python, *SAFE, "-m", "pip", "--version"], capture_output=True).returncode != 0:
+        subprocess.run([python, *SAFE, "-m", "ensurepip"], capture_output=True)
     print(f"Installing what {requirements.name} lists into {log.parent} (the first time takes minutes) ...", flush=True)
     log.unlink(missing_ok=True)
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "--log", str(log)]
+    pip = [python, *SAFE, "-m", "pip", "--disable-pip-version-check", "--no-input", "--log", str(log)]
     if subprocess.run([*pip, "install", "-r", str(requirements)]).returncode != 0:
         said = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
         raise Trouble("not_installed", why_pip_failed(said, python), hint="Start again to go on where it stopped.")

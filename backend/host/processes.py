@@ -19,9 +19,10 @@ from pathlib import Path
 
 import psutil
 
+from backend.host.isolation import SAFE, isolated
 from backend.schema.messages import Trouble
-from backend.schema.places import PROJECT
 
+PYTHON = (sys.executable, *SAFE)  # how a child in Python is begun
 MARK = "LOFT_MARK"  # environment variable that every descendant of a started process inherits
 SUPERVISED = "LOFT_SUPERVISED"  # set by launch.py: the end of stdin asks the studio to end
 SAME_START_SECONDS = 2.0  # start times are derived from the boot time, which the kernel rounds to seconds
@@ -41,12 +42,11 @@ SECRET_FLAGS = ("--auth",)  # of Loft's own commands; what follows them is never
 
 
 def child_environment(data: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment for a child that works on the data folder `data`."""
+    """This process's environment for a child that works on the data folder `data`, where nothing is taken for a module."""
     env = {name: value for name, value in os.environ.items() if name not in (MARK, SUPERVISED)}
-    path = [str(PROJECT), *(item for item in env.get("PYTHONPATH", "").split(os.pathsep) if item)]
+    env = isolated(env, data=data)
     env.update(
         LOFT_DATA=str(data),
-        PYTHONPATH=os.pathsep.join(dict.fromkeys(path)),
         PYTHONUTF8="1",
         PYTHONUNBUFFERED="1",
         CUDA_DEVICE_ORDER="PCI_BUS_ID",  # the order of NVML, which `card.probe` reports

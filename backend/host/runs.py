@@ -100,7 +100,7 @@ def command(folder: Path) -> list[str]:
     """The argument list that `start` runs: through the launcher where several devices train together."""
     devices = config_of(folder).training.devices
     launcher = [*LAUNCHER, "--num_processes", str(devices)] if devices > 1 else []
-    return [sys.executable, *launcher, "-m", "backend.training", str(folder)]
+    return [*processes.PYTHON, *launcher, "-m", "backend.training", str(folder)]
 
 
 def command_of(config: TrainingConfig) -> list[str]:

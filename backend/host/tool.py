@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +39,7 @@ def start(arguments: Sequence[str], *, out: Path | None, places: Places) -> None
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "log.txt").unlink(missing_ok=True)
     process = processes.start(
-        [sys.executable, "-m", MODULE, *arguments],
+        [*processes.PYTHON, "-m", MODULE, *arguments],
         log=folder / "log.txt",
         cwd=places.root,
         env=processes.child_environment(places.root),

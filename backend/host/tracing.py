@@ -8,7 +8,6 @@ files where they are (`cache/headers`).
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 from backend.catalog import download, remote
@@ -75,7 +74,7 @@ def ask_name(model_id: str, places: Places) -> bool:
 
 def _start(argv: list[str], note: Path, places: Places) -> processes.Process:
     env = processes.child_environment(places.root, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
-    started = processes.start([sys.executable, *argv], log=note.with_suffix(".log"), cwd=PROJECT, env=env)
+    started = processes.start([*processes.PYTHON, *argv], log=note.with_suffix(".log"), cwd=PROJECT, env=env)
     write_text(note, json.dumps([started.pid, started.created]))
     return started
 

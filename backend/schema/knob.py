@@ -63,6 +63,11 @@ def knob(
     )
 
 
+def switch(*, help: str):
+    """A field that only a command line typed by hand can turn on: no file, form or preset knows its name."""
+    return field(default=False, metadata={"switch": {"help": help}})
+
+
 def section(cls: type, title: str):
     """A dataclass field that is a group of settings."""
     return field(default_factory=cls, metadata={"section": title})
@@ -92,6 +97,20 @@ def _knobs_of(cls: type, *, path: tuple[str, ...], title: str) -> Iterator[Knob]
                 default=item.default,
                 **said,
             )
+
+
+@functools.cache
+def switches_of(cls: type) -> dict[str, tuple[tuple[str, ...], str]]:
+    """Every switch of a config class: its name, its attribute path and its help."""
+    found = {}
+    hints = typing.get_type_hints(cls)
+    for item in dataclasses.fields(cls):
+        if "section" in item.metadata:
+            inner = switches_of(hints[item.name])
+            found |= {name: ((item.name, *path), help) for name, (path, help) in inner.items()}
+        elif "switch" in item.metadata:
+            found[item.name] = ((item.name,), item.metadata["switch"]["help"])
+    return found
 
 
 _SPELT = {

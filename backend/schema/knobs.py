@@ -17,13 +17,17 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Sequence
 
-from backend.schema.knob import Knob, knob, knobs_of, section
+from backend.schema.knob import Knob, knob, knobs_of, section, switch, switches_of
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import parse_json, printable
+
+MOST_SHOWN = 200  # characters of a wrong value that a sentence repeats
 
 __all__ = [
-    "Knob", "check", "from_file_text", "from_flags", "from_values", "knob", "knobs_of", "reference", "section", "to_file_text",
+    "Knob", "check", "from_file_text", "from_flags", "from_values", "knob", "knobs_of", "reference", "section", "switch", "to_file_text",
     "to_flags", "to_values",
 ]  # fmt: skip
 
@@ -84,9 +88,10 @@ def _converted(item: Knob, value):
     try:
         return _CONVERT[item.kind](value)
     except (TypeError, ValueError, OverflowError):
-        raise Trouble(
-            "bad_value", f"{item.label} (--{item.name}) is {value!r}, which is not {_KIND_WORDS[item.kind]}."
-        ) from None
+        shown = repr(value)
+        shown = shown if len(shown) <= MOST_SHOWN else shown[:MOST_SHOWN] + " …"
+        words = f"{item.label} (--{item.name}) is {shown}, which is not {_KIND_WORDS[item.kind]}."
+        raise Trouble("bad_value", words) from None
 
 
 def _to_bool(value) -> bool:
@@ -116,11 +121,14 @@ def _to_float(value) -> float:
 def _to_tuple(value) -> tuple[str, ...]:
     if isinstance(value, str):
         value = [part for line in value.splitlines() for part in line.split(",")]
-    return tuple(str(part).strip() for part in value if str(part).strip())
+    if not isinstance(value, list | tuple):
+        _refuse()
+    return tuple(text for text in (_to_str(os.fspath(part)).strip() for part in value) if text)
 
 
 def _to_str(value) -> str:
-    return value if isinstance(value, str) else _refuse()
+    """No NUL, which no path and no argument of a process can hold."""
+    return value if isinstance(value, str) and "\0" not in value else _refuse()
 
 
 _CONVERT = {str: _to_str, int: _to_int, float: _to_float, bool: _to_bool, tuple: _to_tuple}
@@ -128,7 +136,7 @@ _KIND_WORDS = {str: "a text", int: "a whole number", float: "a number", bool: "y
 
 
 def check(config) -> None:
-    """Raises Trouble for the first value that is outside its knob's range or choices."""
+    """Raises Trouble for the first value that is outside its knob's range or choices, or that one of the class's own `CHECKS` refuses."""
     values = to_values(config)
     for item in knobs_of(type(config)):
         value = values[item.name]
@@ -142,6 +150,8 @@ def check(config) -> None:
             raise Trouble("bad_value", f"{item.label} (--{item.name}) is {value}; the least is {_plain(item.low)}.")
         if item.high is not None and value > item.high:
             raise Trouble("bad_value", f"{item.label} (--{item.name}) is {value}; the most is {_plain(item.high)}.")
+    for look in getattr(type(config), "CHECKS", ()):
+        look(config)
 
 
 class _Flags(argparse.ArgumentParser):
@@ -149,8 +159,9 @@ class _Flags(argparse.ArgumentParser):
         raise Trouble("bad_flags", f"The command line is not right: {message}.", hint="--help lists every flag.")
 
 
-def from_flags(cls: type, argv: Sequence[str], *, program: str = ""):
-    """A config of `cls` from `--name value` flags; yes/no knobs are `--name` and `--no-name`. Unknown flags raise Trouble."""
+def from_flags(cls: type, argv: Sequence[str], *, program: str = "", base=None):
+    """A config of `cls` from `--name value` flags over `base` (or the defaults); yes/no knobs are `--name` and `--no-name`, switches
+    `--name` alone. Unknown flags raise Trouble."""
     for flag in argv:
         if flag.startswith("--"):
             _check_refused(cls, flag[2:].partition("=")[0])
@@ -161,6 +172,9 @@ def from_flags(cls: type, argv: Sequence[str], *, program: str = ""):
             parser.add_argument(f"--{item.name}", action=argparse.BooleanOptionalAction, help=text)
         else:
             parser.add_argument(f"--{item.name}", metavar=item.unit or item.kind.__name__.upper(), help=text)
+    switches = switches_of(cls)
+    for name, (_, help) in switches.items():
+        parser.add_argument(f"--{name}", action="store_true", help=help.replace("%", "%%"))
     said, unknown = parser.parse_known_args(list(argv))
     if unknown:
         flag = unknown[0].partition("=")[0]
@@ -168,7 +182,16 @@ def from_flags(cls: type, argv: Sequence[str], *, program: str = ""):
         words = f"The command line is not right: unrecognized arguments: {' '.join(unknown)}."
         raise Trouble("bad_flags", words, hint=f"{near} --help lists every flag.".strip())
     # Of a value that is nothing but two dashes (`--name=--`) argparse leaves an empty list.
-    return from_values(cls, {name: "--" if value == [] else value for name, value in vars(said).items()})
+    values = {name: "--" if value == [] else value for name, value in vars(said).items()}
+    on = {name: True for name in switches if values.pop(name, False)}
+    return from_values(cls, values, base=_switched(base if base is not None else cls(), on))
+
+
+def _switched(config, on: dict[str, bool]):
+    """`config` with these of its switches turned on."""
+    for name in on:
+        config = _replaced(config, switches_of(type(config))[name][0], True)
+    return config
 
 
 def to_flags(config, *, all: bool = False) -> list[str]:
@@ -195,15 +218,15 @@ def to_file_text(config) -> str:
     return json.dumps(changed, ensure_ascii=False, indent=2) + "\n"
 
 
-def from_file_text(cls: type, text: str):
-    """The config in JSON `text`. Raises Trouble where it is not JSON, not an object, or holds an unknown name."""
+def from_file_text(cls: type, text: str | bytes, *, base=None):
+    """The config in JSON `text` over `base` (or the defaults). Raises Trouble where it is not JSON, not an object, or holds an unknown name."""
     try:
-        values = json.loads(text)
+        values = parse_json(text)
     except ValueError as error:
-        raise Trouble("bad_file", f"The settings file is not JSON: {error}.") from None
+        raise Trouble("bad_file", f"The settings file is not JSON: {printable(error)[:200]}.") from None
     if not isinstance(values, dict):
         raise Trouble("bad_file", "The settings file must hold one JSON object of names and values.")
-    return from_values(cls, values)
+    return from_values(cls, values, base=base)
 
 
 def _shown(value) -> str:
@@ -226,6 +249,10 @@ def reference(cls: type, title: str) -> str:
         span = ", ".join(item.choices) or _range(item)
         default = _shown(item.default)
         lines.append(f"| `--{item.name}` | {f'`{default}`' if default else ''} | {span} | {item.help} |")
+    switches = switches_of(cls)
+    if switches:
+        lines += ["", "### On a command line alone", "", "| switch | what it does |", "|---|---|"]
+        lines += [f"| `--{name}` | {help} |" for name, (_, help) in switches.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -15,6 +15,7 @@ from backend.schema.training_method import (
     LossSection,
     MemorySection,
     TrainingSection,
+    check_optimizer_name,
 )
 from backend.schema.training_output import OutputSection, SampleSection
 
@@ -45,6 +46,8 @@ class TrainingConfig:
         "step_cache": "Steps are reused while a picture is drawn; a training step has no earlier one to reuse.",
         "compile": "Only drawing is compiled: adapters, checkpointing and moving weights change a training step's graph too often.",
     }
+
+    CHECKS: ClassVar[tuple] = (lambda config: check_optimizer_name(config.training),)
 
     model: ModelSection = section(ModelSection, "Model")
     dataset: DatasetSection = section(DatasetSection, "Dataset")

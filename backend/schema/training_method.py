@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backend.schema.knobs import knob
+from backend.schema.classes import is_listed
+from backend.schema.knobs import knob, switch
+from backend.schema.messages import Trouble
 
 TASKS = (
     "sft",
@@ -16,6 +18,13 @@ TASKS = (
 )
 SCHEDULES = ("constant", "linear", "linear_from_half", "cosine", "cosine_with_restarts")
 ADAPTERS = ("lora", "dora", "rslora", "loha", "lokr", "oft")
+
+
+# Packages of optimizers and schedules. Importing a module runs it, so a name in a file, a form or a preset leads to these alone.
+OPTIMIZER_PACKAGES = (
+    "torch.optim", "bitsandbytes.optim", "torchao.optim", "transformers.optimization", "pytorch_optimizer", "prodigyopt", "schedulefree",
+    "lion_pytorch", "dadaptation", "came_pytorch", "galore_torch", "backend.training.optimizers",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,10 +56,13 @@ class TrainingSection:
     )
     customized_optimizer: str = knob(
         "adamw",
-        help="adamw, adam, sgd, adafactor, lion, muon (block matrices; AdamW for the rest), adamw8bit, prodigy, or a class by "
-        "its dotted name such as `torch.optim.RMSprop`.",
+        help="adamw, adam, sgd, adafactor, lion, muon (block matrices; AdamW for the rest), adamw8bit, prodigy, or a class of a "
+        "known package by its dotted name such as `torch.optim.RMSprop`.",
         label="Optimizer",
         level="advanced",
+    )
+    allow_custom_code: bool = switch(
+        help="Let --customized_optimizer name a class of any package, which is imported and so run. A command line alone can say it."
     )
     optimizer_args: str | None = knob(
         None, help='More arguments of the optimizer as JSON: `{"betas": [0.9, 0.99]}`.', level="advanced"
@@ -101,6 +113,17 @@ class TrainingSection:
     find_unused_parameters: bool = knob(
         False, help="Several processes: allow weights that take no part in a step.", level="advanced"
     )
+
+
+def check_optimizer_name(section: TrainingSection) -> None:
+    """Raises Trouble("not_allowed") for an optimizer's dotted name outside `OPTIMIZER_PACKAGES`, unless a command line allows any."""
+    module, _, name = section.customized_optimizer.strip().rpartition(".")
+    if module and not section.allow_custom_code and not is_listed(module, OPTIMIZER_PACKAGES):
+        raise Trouble(
+            "not_allowed",
+            f"Optimizer (--customized_optimizer) is {f'{module}.{name}'[:200]!r}, which is of no package known for optimizers.",
+            hint=f"Known are {', '.join(OPTIMIZER_PACKAGES[:-1])}. A class of your own takes --allow_custom_code on a command line of your own.",
+        )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from backend.engine import limits
 from backend.schema.knobs import from_file_text, from_flags, from_values, to_file_text
 from backend.schema.messages import Trouble
 from backend.schema.places import places
-from backend.schema.training import TrainingConfig
+from backend.schema.training import TrainingConfig, TrainingSection
+from backend.schema.untrusted import read_bytes, read_object
 from backend.training import early
 from backend.training.reporter import Reporter
 
@@ -48,12 +49,13 @@ def read_arguments(argv: list[str]) -> tuple[TrainingConfig, Path]:
         raise Trouble(
             "missing_file", f"There is no run in {folder}: it holds no config.json.", hint="Give a run's folder."
         )
-    text = file.read_text(encoding="utf-8")
-    config = _objective_kept(from_file_text(TrainingConfig, text), text, folder)
+    text = read_bytes(file).decode("utf-8", errors="replace")
+    given = from_flags(TrainingConfig, argv[1:])
+    base = TrainingConfig(training=TrainingSection(allow_custom_code=given.training.allow_custom_code))
+    config = _objective_kept(from_file_text(TrainingConfig, text, base=base), text, folder)
     if len(argv) > 1:
         from backend.schema.knobs import to_values
 
-        given = from_flags(TrainingConfig, argv[1:])
         defaults = to_values(TrainingConfig())
         changed = {name: value for name, value in to_values(given).items() if value != defaults[name]}
         config = from_values(TrainingConfig, changed, base=config)
@@ -147,10 +149,10 @@ def _refuse_second(folder: Path) -> None:
     import psutil
 
     try:
-        record = json.loads((folder / "process.json").read_text(encoding="utf-8"))
+        record = read_object(folder / "process.json")
         other = psutil.Process(int(record["pid"]))
         lives = abs(other.create_time() - float(record["created"])) < 2 and other.status() != psutil.STATUS_ZOMBIE
-    except (OSError, ValueError, KeyError, TypeError, psutil.Error):
+    except (Trouble, ValueError, OverflowError, KeyError, TypeError, psutil.Error):
         return
     # A run that goes on one rung lower keeps its process, and its launcher.
     if lives and other.pid not in (os.getpid(), os.getppid()):

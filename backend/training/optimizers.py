@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import math
@@ -10,8 +9,10 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from backend.schema.classes import class_of
 from backend.schema.messages import Trouble
 from backend.schema.training import SCHEDULES
+from backend.schema.training_method import OPTIMIZER_PACKAGES, check_optimizer_name
 
 _NAMED = {
     "adamw": "torch.optim.AdamW",
@@ -33,6 +34,7 @@ def make_optimizers(weights: dict[str, torch.nn.Parameter], section) -> list[tor
 
     `weights` are `part.parameter` names. A group is called by its part and remembers its full rate as `initial_lr` and its `schedule`.
     """
+    check_optimizer_name(section)
     name = section.customized_optimizer.strip()
     arguments = arguments_of(section.optimizer_args)
     rates = part_rates(section.learning_rates, section.learning_rate, {name.partition(".")[0] for name in weights})
@@ -43,12 +45,15 @@ def make_optimizers(weights: dict[str, torch.nn.Parameter], section) -> list[tor
         arguments.setdefault("adjust_lr_fn", "match_rms_adamw")
         made = [_make("torch.optim.Muon", blocks, rates, kinds, section.weight_decay, arguments)] if blocks else []
         return made + ([_make("torch.optim.AdamW", rest, rates, kinds, section.weight_decay, {})] if rest else [])
-    return [_make(class_name(name), weights, rates, kinds, section.weight_decay, arguments)]
+    custom = section.allow_custom_code
+    return [_make(class_name(name), weights, rates, kinds, section.weight_decay, arguments, custom=custom)]
 
 
 def check_optimizer(section) -> None:
-    """Raises Trouble for an optimizer that is none or is not installed, and for arguments that are no JSON: before anything is loaded."""
-    find_class(class_name(section.customized_optimizer))
+    """Raises Trouble for an optimizer that is none, may not be used or is not installed, and for arguments that are no JSON: before
+    anything is loaded."""
+    check_optimizer_name(section)
+    find_class(class_name(section.customized_optimizer), custom=section.allow_custom_code)
     arguments_of(section.optimizer_args)
 
 
@@ -62,12 +67,19 @@ def _is_block_matrix(name: str, weight: torch.Tensor) -> bool:
 
 
 def _make(
-    dotted: str, weights: dict, rates: dict[str, float], kinds: dict[str, str], decay: float, arguments: dict
+    dotted: str,
+    weights: dict,
+    rates: dict[str, float],
+    kinds: dict[str, str],
+    decay: float,
+    arguments: dict,
+    *,
+    custom: bool = False,
 ) -> torch.optim.Optimizer:
     groups: dict[str, list] = {}
     for name, weight in weights.items():
         groups.setdefault(name.partition(".")[0], []).append(weight)
-    kind = find_class(dotted)
+    kind = find_class(dotted, custom=custom)
     options = {"lr": max(rates.values()), "weight_decay": decay, **arguments}
     try:
         optimizer = kind(
@@ -82,8 +94,9 @@ def _make(
     return optimizer
 
 
-def find_class(dotted: str) -> type:
-    """The optimizer class behind a dotted name. Raises Trouble where there is none."""
+def find_class(dotted: str, *, custom: bool = False) -> type:
+    """The optimizer class behind a dotted name. Raises Trouble where there is none, and for one of a package that is not listed before
+    that is imported; `custom`: any package will do."""
     package, _, name = dotted.rpartition(".")
     if not package:
         raise Trouble(
@@ -92,7 +105,7 @@ def find_class(dotted: str) -> type:
             hint=f"Use {', '.join(_NAMED)}, or a class by its dotted name.",
         )
     try:
-        kind = getattr(importlib.import_module(package), name)
+        kind = class_of(package, name, packages=(package,) if custom else OPTIMIZER_PACKAGES)
     except ImportError as error:
         top = package.partition(".")[0]
         why = (

@@ -19,6 +19,7 @@ from backend.host import processes, runs
 from backend.host.engine import Engine
 from backend.schema.knobs import from_flags, from_values
 from backend.schema.messages import Trouble, to_line
+from backend.schema.places import PROJECT
 from backend.schema.request import GenerationRequest
 from backend.schema.training import TrainingConfig
 from tests.waiting import wait_for
@@ -54,7 +55,7 @@ def status(folder: Path) -> str:
 def small(tmp_path, data):
     """Makes a run and gives a function that starts it with so many steps."""
     script = tmp_path / "small.py"
-    script.write_text(SMALL.format(project=str(processes.PROJECT)))
+    script.write_text(SMALL.format(project=str(PROJECT)))
     folder = runs.create(CONFIG, data)
     yield (
         folder,

@@ -193,7 +193,7 @@ def _value(item: knobs.Knob) -> st.SearchStrategy:
         bool: st.booleans(),
         int: st.integers(int(low if low is not None else -(2**53)), int(high if high is not None else 2**53)),
         float: st.floats(low, high, allow_nan=False, allow_infinity=False),
-        str: st.text(st.characters(exclude_categories=("Cs",)), max_size=30).filter(
+        str: st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=30).filter(
             lambda text: not item.optional or text.strip() not in ("", "None")
         ),
         tuple: st.lists(word.map(str.strip).filter(bool), max_size=3).map(tuple),

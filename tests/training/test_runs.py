@@ -343,7 +343,7 @@ def test_a_loss_that_is_no_number_ends_the_run_with_the_last_state_good(
 
 
 def test_weights_that_are_no_numbers_are_not_saved(run_training, events, tmp_path: Path):
-    flags = ("--max_steps", 9, "--save_steps", 1, "--customized_optimizer", f"{__name__}.Lost")
+    flags = ("--max_steps", 9, "--save_steps", 1, "--customized_optimizer", f"{__name__}.Lost", "--allow_custom_code")
     assert run_training(tmp_path / "run", *flags) == 2
     assert (
         events(tmp_path / "run")[-1]["kind"] == "not_finite"
