@@ -251,8 +251,14 @@ def reference(cls: type, title: str) -> str:
         lines.append(f"| `--{item.name}` | {f'`{default}`' if default else ''} | {span} | {item.help} |")
     switches = switches_of(cls)
     if switches:
-        lines += ["", "### On a command line alone", "", "| switch | what it does |", "|---|---|"]
-        lines += [f"| `--{name}` | {help} |" for name, (_, help) in switches.items()]
+        lines += [
+            "",
+            "### On a command line alone",
+            "",
+            "| setting | default | range | what it does |",
+            "|---|---|---|---|",
+        ]
+        lines += [f"| `--{name}` | `off` |  | {help} |" for name, (_, help) in switches.items()]
     return "\n".join(lines) + "\n"
 
 
