@@ -35,6 +35,12 @@ LAST = {  # last name of a key -> what the tensor is
     "oft_blocks": "oft",
     "oft_diag": "oft",
     "oft_R": "oft",
+    "oft_r": "oft",
+    "oft_embedding_R": "oft_embedding",
+    "initial_norm": "oft_norm",
+    "dora_multiplier": "oft_norm",
+    "lora_embedding_A": "embedding_down",
+    "lora_embedding_B": "embedding_up",
     "rescale": "oft_rescale",
     "on_input": "ia3_on_input",
 }
@@ -51,7 +57,10 @@ LAST_TWO = {  # the two last names
     "lora_magnitude_vector.weight": "magnitude_out",
     "lora.alpha": "alpha",
     "lora_linear_layer.alpha": "alpha",
+    "lora_embedding_A.weight": "embedding_down",
+    "lora_embedding_B.weight": "embedding_up",
     "oft_R.weight": "oft",
+    "oft_embedding_R.weight": "oft_embedding",
     "oft_R.scaled_oft": "oft_marker",
     **{f"{name}.weight": f"glora_{name}" for name in ("a1", "a2", "b1", "b2", "bm")},
 }
@@ -59,12 +68,11 @@ NAMED = {
     "lora_A": "down",
     "lora_B": "up",
     "lora_magnitude_vector": "magnitude_out",
-    "lora_embedding_A": "down",
-    "lora_embedding_B": "up",
     **{
         name: role
         for name, role in LAST.items()
-        if name.startswith(("hada_", "lokr_", "oft_R", "vera_", "boft_", "ia3_"))
+        if name.startswith(("hada_", "lokr_", "oft_", "lora_embedding_", "vera_", "boft_", "ia3_"))
+        and name not in ("oft_blocks", "oft_diag")
     },
 }
 PROCESSORS = {  # names under `.processor.` -> the module; FLUX.1 trainers number the picture's stream 1, the text's 2
@@ -87,18 +95,37 @@ ALGORITHMS = {  # what a module's tensors are called -> how people call the meth
     "diff_m": "full",
     "magnitude": "DoRA",
     "magnitude_out": "DoRA",
+    "embedding_down": "LoRA",
+    "embedding_up": "LoRA",
     "oft": "OFT",
+    "oft_embedding": "OFT on an embedding",
+    "oft_norm": "DoRA with OFT",
     "glora_a1": "GLoRA",
     "ia3_on_input": "(IA)3",
     "ia3_l": "(IA)3",
     "vera": "VeRA",
-    "scaled": "factors in 8 bits with scales of their own",
     "boft": "BOFT",
     "set_weight": "set_weight",
     "reshape_weight": "reshape_weight",
 }
 _DOTTED = re.compile(r"(.+?)\.(lora_[AB]|lora_magnitude_vector)\..+?(?:\.(weight|bias))?")
-SCALES = ("weight_scale", "scale_weight", "input_scale", "scale_input")
+SCALES = (  # ends of a key that make it the scale of the 8-bit tensor that the rest of it names, longest first
+    ".weight.scale_weight",
+    ".weight.weight_scale",
+    ".weight_scale",
+    ".scale_weight",
+    ".weight.scale",
+    "_weight_scale",
+    "_scale_weight",
+    ".scales",
+    ".scale",
+    "_scales",
+    "_scale",
+)
+INPUT_SCALES = (".input_scale", ".scale_input")  # of a layer's input, for whoever multiplies in 8 bits; no part of a weight
+QUANTISED = re.compile(r"scale|absmax|quant|zero_?point|zeros?$|codebook")  # names of what belongs to a quantised tensor
+OF_ALL = ("alpha", "scalar", "magnitude", "magnitude_out")  # roles that hold for every description of a module
+BOUND = ("down", "up", "embedding_down", "embedding_up", "hada_", "lokr_")  # roles whose partners are spelt in the same way
 BUNDLED = ("bundle_emb.", "emb_params", "string_to_param")
 
 DIT, ANY = "dit", ""
@@ -160,7 +187,7 @@ def split_key(key: str) -> tuple[str, str] | None:
         if named in NAMED and further:
             return further, NAMED[named] if last == "weight" else NAMED[named] + "_bias"
     if before in NAMED and outer and last not in ("weight", "bias"):
-        return outer, "scaled" if last in SCALES else NAMED[before]
+        return outer, NAMED[before]
     role = LAST.get(last)
     if role == "alpha" and before.endswith("_lora") and outer.endswith(".processor"):
         return _pair_of_processor(head, role)
@@ -206,23 +233,90 @@ def innermost(stem: str) -> Reading:
     return last
 
 
+def scales_of(keys: Iterable[str]) -> dict[str, str]:
+    """Scale's key -> key of the tensor that it belongs to ("" for one of a layer's input), in any spelling: what is left of the name of a
+    scale is the name of another tensor, with or without `.weight`."""
+    keys = keys if isinstance(keys, dict | set | frozenset) else set(keys)
+    found = {}
+    for key in keys:
+        if not key.endswith(("scale", "scales", "scale_weight", "scale_input")) or key.endswith(".dora_scale"):
+            continue
+        if key.endswith(INPUT_SCALES):
+            found[key] = ""
+            continue
+        for end in SCALES:
+            rest = key.removesuffix(end)
+            owner = next((name for name in (rest, f"{rest}.weight") if name in keys and name != key), None)
+            if rest != key and owner is not None and (split_key(owner) or ("", "alpha"))[1] != "alpha":
+                found[key] = owner
+                break
+    return found
+
+
 def group(keys: Iterable[str]) -> tuple[dict[str, dict[str, str]], list[str]]:
-    """({module: {role: key}}, keys that are no adapter's). A module described twice over becomes `module`, `module#2`, ..."""
-    modules: dict[str, dict[str, str]] = {}
+    """({module: {role: key}}, keys that are no adapter's); scales of 8-bit tensors (`scales_of`) are in neither.
+
+    A module described twice over under one name becomes `module`, `module#2`, ...: pairs that are spelt alike stay together, and what
+    there is of once (alpha) is everyone's.
+    """
+    keys = tuple(keys)
+    scales = scales_of(frozenset(keys))
+    copies: dict[str, dict[str, dict[str, str]]] = {}  # module -> spelling of its factors -> {role: key}
+    shared: dict[str, list[tuple[str, str]]] = {}
     others = []
     for key in keys:
+        if key in scales:
+            continue
         parted = split_key(key)
         if parted is None:
             others.append(key)
             continue
         stem, role = parted
-        roles = modules.setdefault(stem, {})
-        again = 2
-        while role in roles:
-            roles = modules.setdefault(f"{stem}#{again}", {})
-            again += 1
-        roles[role] = key
-    return modules, others
+        here = copies.setdefault(stem, {})
+        if not role.startswith(BOUND) or role.endswith("_bias"):
+            shared.setdefault(stem, []).append((role, key))
+            continue
+        style, again = _style(key), 2
+        while role in here.setdefault(style, {}):
+            style, again = f"{_style(key)}#{again}", again + 1
+        here[style][role] = key
+    return {
+        name: roles
+        for stem, styles in copies.items()
+        for name, roles in _copies(stem, list(styles.values()), shared.get(stem, ()))
+    }, others
+
+
+def _copies(
+    stem: str, pairs: list[dict[str, str]], shared: Iterable[tuple[str, str]]
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """The descriptions of one module: halves under two spellings are one, and so are different algorithms."""
+    whole: list[dict[str, str]] = []
+    for roles in pairs:
+        into = next((one for one in whole if not one.keys() & roles.keys()), None)
+        if into is None:
+            whole.append(dict(roles))
+        else:
+            into.update(roles)
+    whole = whole or [{}]
+    for role, key in shared:
+        into = next((one for one in whole if role not in one), None)
+        if into is None:
+            whole.append(into := {})
+        into[role] = key
+    for number, roles in enumerate(whole):
+        if number and roles.keys() & whole[0].keys():
+            roles.update({role: key for role, key in whole[0].items() if role in OF_ALL and role not in roles})
+        yield (stem if number == 0 else f"{stem}#{number + 1}"), roles
+
+
+def _style(key: str) -> str:
+    """How the factors in `key` are called, without what tells one from its partner."""
+    spelt = re.sub(r"(?<=lora_)[AB](?![a-z])", "~", key)
+    spelt = re.sub(r"(?<=embedding_)[AB](?![a-z])", "~", spelt)
+    spelt = re.sub(r"(?<![a-z])(?:down|up)(?![a-z])", "~~", spelt)
+    spelt = re.sub(r"(hada|lokr)_[wt]\d(?:_[ab])?", r"\1", spelt)
+    return spelt.removesuffix(".weight")
 
 
 def plain(stem: str) -> str:
@@ -232,8 +326,12 @@ def plain(stem: str) -> str:
 
 def is_adapter(keys: Iterable[str]) -> bool:
     """Whether these are a LoRA's keys: adapter tensors, and hardly anything beside them."""
+    keys = tuple(keys)
+    scales = scales_of(frozenset(keys))
     num_adapter = num_other = 0
     for key in keys:
+        if key in scales:
+            continue
         parted = split_key(key)
         if parted is None:
             num_other += not key.startswith(BUNDLED)

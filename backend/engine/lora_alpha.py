@@ -15,7 +15,7 @@ from backend.schema.messages import Trouble
 def scale_of(
     source: Source,
     roles: Mapping[str, str],
-    rank: int,
+    rank: int | None,
     rules: AlphaRules,
     names: Sequence[str],
     component: str,
@@ -23,10 +23,12 @@ def scale_of(
 ) -> float:
     """The factor of the change of a module known by `names`: alpha / rank. The alpha tensor, if there is one, is nearer evidence than metadata.
 
+    `rank` None: two whole Kronecker factors, where an alpha tensor means nothing and metadata only if it gives a rank too.
+
     Raises Trouble("not_finite") for an alpha that is NaN or infinite.
     """
     key = roles.get("alpha")
-    if key is None:
+    if key is None or rank is None:
         return rules.scale(names, component, rank)
     alpha = alpha_value(source, key)
     if not math.isfinite(alpha):

@@ -23,9 +23,10 @@ UNREAD = (
     "oft_marker",
     "ia3_on_input",
     "ia3_l",
+    "oft_embedding",
+    "oft_norm",
     "vera",
     "boft",
-    "scaled",
     "glora_a1",
     "glora_a2",
     "glora_b1",
@@ -37,6 +38,8 @@ PAIRS = (  # (role, partner, how people call it): one without the other is half 
     ("down", "up"),
     ("up", "down"),
     ("mid", "down"),
+    ("embedding_down", "embedding_up"),
+    ("embedding_up", "embedding_down"),
     ("hada_w1_a", "hada_w1_b"),
     ("hada_w1_b", "hada_w1_a"),
     ("hada_w2_a", "hada_w2_b"),
@@ -57,6 +60,7 @@ def changes_of(module: Module) -> list[Change]:
     numbers that are not finite, an algorithm that is not read."""
     if is_rotation(module):
         return rotation_changes(module)
+    leave_out_rank_0(module)
     check_whole(module)
     _check_reshaped(module)
     changes: list[Change] = []
@@ -66,12 +70,28 @@ def changes_of(module: Module) -> list[Change]:
     bias = bias_body(module)
     if bias is not None:
         changes += _on_bias(module, bias)
+    if "set_bias" in module.roles:
+        changes += _on_bias(module, _new_bias(module))
     if "diff_m" in module.roles:
         changes += [
             Change(slot.module, slot.parameter, fitted(module, Dense(module.read("diff_m"), 1.0), slot))
             for slot in module.slots
         ]
     return changes
+
+
+def leave_out_rank_0(module: Module) -> None:
+    """Takes a pair of rank 0 out of `module`: its product is 0 whatever alpha says. Some trainers write such pairs for layers they leave out."""
+    shapes = {role: module.source.shapes[key] for role, key in module.roles.items()}
+    for inner, outer in (("down", "up"), ("hada_w1_b", "hada_w1_a"), ("embedding_down", "embedding_up")):
+        down, up = shapes.get(inner, ()), shapes.get(outer, ())
+        if len(down) > 1 and len(up) > 1 and down[0] == 0 == up[1]:
+            gone = ("down", "up", "mid", "alpha", "up_bias", "down_bias", "embedding_down", "embedding_up")
+            module.roles = {
+                role: key for role, key in module.roles.items() if role not in gone and not role.startswith("hada_")
+            }
+            module.notes.append(f"{plain(module.stem)} has rank 0, so it does nothing")
+            module.unused[plain(module.stem)] = "has rank 0, so it changes nothing"
 
 
 def check_whole(module: Module) -> None:
@@ -93,7 +113,8 @@ def check_whole(module: Module) -> None:
     right = "lokr_w2" in roles or "lokr_w2_a" in roles
     if left != right:
         raise incomplete(module, f"has one Kronecker factor of {plain(module.stem)} without the other")
-    if ("magnitude" in roles or "magnitude_out" in roles) and not ({"down", "hada_w1_a", "diff"} & set(roles) or left):
+    based = {"down", "hada_w1_a", "diff", "embedding_down"} & set(roles) or left
+    if ("magnitude" in roles or "magnitude_out" in roles) and not based:
         raise incomplete(module, f"has a DoRA magnitude for {plain(module.stem)} without its factors")
 
 
@@ -119,6 +140,8 @@ def weight_body(module: Module) -> Body | None:
     bodies: list[Body] = []
     if "down" in roles:
         bodies.append(_lora(module))
+    if "embedding_down" in roles:
+        bodies.append(_of_embedding(module))
     if "hada_w1_a" in roles:
         bodies.append(_loha(module))
     if "lokr_w1" in roles or "lokr_w1_a" in roles:
@@ -157,6 +180,14 @@ def _lora(module: Module) -> LowRank:
         if down.shape[0] != rank:
             raise mismatch(module, "core", (down.shape[0], rank), f"[{rank}, {rank}, ...]")
     return LowRank(up, down, module.scale(rank))
+
+
+def _of_embedding(module: Module) -> LowRank:
+    """PEFT's pair for an embedding: A is (r, tokens), B (width, r), and the table, (tokens, width), changes by (B A)^T."""
+    a, b = module.read("embedding_down"), module.read("embedding_up")
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+        raise mismatch(module, "embedding's pair", (*a.shape, *b.shape), "[rank, tokens] and [width, rank]")
+    return LowRank(a.t(), b.t(), module.scale(a.shape[0]))
 
 
 def _tucker(module: Module, core: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
@@ -205,7 +236,7 @@ def _lokr(module: Module) -> Kronecker:
     if ranks:
         return Kronecker(left, right, module.scale(ranks[-1]))
     _doubt_whole_factors(module)
-    return Kronecker(left, right, 1.0)  # both whole: there is no rank, and alpha means nothing
+    return Kronecker(left, right, module.scale(None))  # both whole: there is no rank, and only PEFT's config gives one
 
 
 def _doubt_whole_factors(module: Module) -> None:
@@ -233,6 +264,18 @@ def _replacement(module: Module) -> Dense:
     if new.shape != old.shape:
         raise mismatch(module, "set_weight", new.shape, f"{list(old.shape)}, the shape of what it replaces")
     return Dense(new - (torch.cat(old.chunk(2)[::-1]) if slots[0].swap_halves else old), 1.0)
+
+
+def _new_bias(module: Module) -> Dense:
+    new = module.read("set_bias").float()
+    if any(slot.place != (0, 1, 1) for slot in module.slots):
+        raise mismatch(module, "bias", new.shape, "that of a whole module")
+    if any(module.shape_of(f"{slot.module}.bias") is None for slot in module.slots):
+        return Dense(torch.zeros_like(new), 1.0)
+    old = torch.cat([module.weight_of(f"{slot.module}.bias").float() for slot in module.slots])
+    if new.shape != old.shape:
+        raise mismatch(module, "bias", new.shape, list(old.shape))
+    return Dense(new - (torch.cat(old.chunk(2)[::-1]) if module.slots[0].swap_halves else old), 1.0)
 
 
 def bias_body(module: Module) -> Dense | None:

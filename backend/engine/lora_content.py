@@ -14,8 +14,10 @@ from backend.catalog.lora_kind import families_of, named, outline_of
 from backend.catalog.names import Slot
 from backend.engine.lora_body import Body, Dense
 from backend.engine.lora_book import Book
-from backend.engine.lora_build import bias_body, check_whole, weight_body
+from backend.engine.lora_build import bias_body, check_whole, leave_out_rank_0, weight_body
 from backend.engine.lora_module import Module, at_place, cut
+from backend.engine.lora_oft import is_rotation
+from backend.engine.lora_repeats import Claim, Claims, lend_alphas
 from backend.engine.lora_source import Source
 from backend.engine.lora_text import text_module
 from backend.schema.messages import Trouble
@@ -42,22 +44,32 @@ class Content:
 def read_content(source: Source, book: Book) -> tuple[dict[str, Content], dict[str, str]]:
     """({own module: what changes it}, {what was left out: why}). Raises Trouble for an unusable file, or if nothing is known."""
     grouped, others = group(source.shapes)
-    rules = alpha_rules(source.metadata, source.config, tensors_say=any("alpha" in roles for roles in grouped.values()))
+    places = {stem: _known(stem, roles, book) for stem, roles in grouped.items()}
+    grouped = lend_alphas(grouped, {stem: found[0] for stem, found in places.items() if found})
+    names = {stem: _names(*found) for stem, found in places.items() if found}
+    rules = alpha_rules(
+        source.metadata,
+        source.config,
+        tensors_say=any("alpha" in roles for roles in grouped.values()),
+        names=[name for some in names.values() for name in some],
+        source=source.name,
+    )
     contents: dict[str, Content] = {}
+    claims = Claims(source.name)
     unused = dict.fromkeys(others, "is no adapter's tensor")
-    for stem, roles in grouped.items():
-        found = _known(stem, roles, book)
+    _check_wholes(source, others, book)
+    for stem, roles in sorted(grouped.items(), key=lambda item: _extent(places[item[0]])):
+        found = places[stem]
         if found is None or set(roles) == {"alpha"}:
             unused[plain(stem)] = "is no module of this family" if found is None else "has an alpha and nothing else"
             continue
         slots, reading = found
-        whole = len(slots) == 1
         module = Module(
             source=source,
             stem=stem,
             roles=roles,
             slots=slots,
-            own_name=slots[0].module if whole else reading.name,
+            names=names[stem],
             component=reading.component or "dit",
             rules=rules,
             shape_of=lambda name: None,
@@ -67,7 +79,7 @@ def read_content(source: Source, book: Book) -> tuple[dict[str, Content], dict[s
             ranks=set(),
             alphas=set(),
         )
-        _take(module, contents)
+        _take(module, contents, claims)
     if not contents:
         raise Trouble(
             "no_keys_match",
@@ -89,7 +101,42 @@ def _known(stem: str, roles: Mapping[str, str], book: Book) -> tuple[tuple[Slot,
     return found
 
 
-def _take(module: Module, contents: dict[str, Content]) -> None:
+def _names(slots: tuple[Slot, ...], reading: Reading) -> tuple[str, ...]:
+    """What rules for alpha may call a module: as the file has it, then, where it is one module of the family, by its own name."""
+    own = (slots[0].module,) if len(slots) == 1 else ()
+    return tuple(dict.fromkeys((reading.name, *own)))
+
+
+def _extent(found: tuple[tuple[Slot, ...], Reading] | None) -> float:
+    """What is of whole modules comes before what is of some of their rows, of which it may be a repetition."""
+    if found is None:
+        return 0.0
+    start, stop, whole = found[0][0].place
+    return -(stop - start) / whole
+
+
+def _check_wholes(source: Source, others: list[str], book: Book) -> None:
+    """Raises Trouble for whole parameters of the model beside adapters: what they change depends on the model, which is not here."""
+    for key in others:
+        stem, _, leaf = key.rpartition(".")
+        if stem and leaf in ("weight", "bias", "scale") and _known(stem, {}, book):
+            raise Trouble(
+                "not_supported",
+                f"{source.name} holds {key} as a whole beside its adapters, whose change needs the base model.",
+                hint="Bake it instead; nothing was written.",
+            )
+
+
+def _take(module: Module, contents: dict[str, Content], claims: Claims) -> None:
+    if is_rotation(module):
+        raise Trouble(
+            "not_supported",
+            f"{module.source.name} is an OFT on {plain(module.stem)}: what it changes depends on the base model.",
+            hint="Bake it into a checkpoint instead; nothing was written.",
+        )
+    leave_out_rank_0(module)
+    if not module.roles:
+        return
     check_whole(module)
     body, bias = weight_body(module), bias_body(module)
     body = Dense(module.read("diff_m"), 1.0) if "diff_m" in module.roles else body
@@ -101,13 +148,18 @@ def _take(module: Module, contents: dict[str, Content]) -> None:
                 "not_supported",
                 f"{plain(module.stem)} is a DoRA of a part of {slot.module} only; that is not rewritten.",
             )
-        content = contents.setdefault(_key(slot), Content())
+        share = None if magnitude is None else _magnitude_of(magnitude, slot, body, by_row=role == "magnitude_out")
+        key = next(iter(module.roles.values()))
         if body is not None:
-            content.bodies.append(_in_place(cut(body, slot), slot))
+            here = _in_place(cut(body, slot), slot)
+            if claims.is_new(f"{_key(slot)}.weight", Claim(module.stem, key, slot.place, here.dense, share)):
+                content = contents.setdefault(_key(slot), Content())
+                content.bodies.append(here)
+                content.magnitude = share if share is not None else content.magnitude
         if bias is not None:
-            content.bias.append(_in_place(cut(bias, slot), slot))
-        if magnitude is not None:
-            content.magnitude = _magnitude_of(magnitude, slot, body, by_row=role == "magnitude_out")
+            here = _in_place(cut(bias, slot), slot)
+            if claims.is_new(f"{_key(slot)}.bias", Claim(module.stem, key, slot.place, here.dense)):
+                contents.setdefault(_key(slot), Content()).bias.append(here)
 
 
 def _key(slot: Slot) -> str:

@@ -8,17 +8,16 @@ from dataclasses import dataclass
 
 import torch
 
-from backend.catalog.adapter import innermost, plain
+from backend.catalog.adapter import plain
 from backend.catalog.lora_alphas import AlphaRules
 from backend.catalog.names import Slot
 from backend.engine.lora_alpha import alpha_value, scale_of
 from backend.engine.lora_body import Body, placed, swapped
-from backend.engine.lora_source import Source
+from backend.engine.lora_source import CODES, Source
 from backend.schema.messages import Trouble
 
 DIMENSIONS = 2  # at least, of factors
-CODES = (torch.int8, torch.uint8, torch.bool)
-FACTORS = ("down", "up", "mid", "hada_", "lokr_")
+FACTORS = ("down", "up", "mid", "embedding_", "hada_", "lokr_")
 
 
 def _finite(tensor: torch.Tensor) -> bool:
@@ -34,7 +33,7 @@ class Module:
     stem: str  # as the file spells it
     roles: Mapping[str, str]  # what a tensor is -> its key
     slots: tuple[Slot, ...]
-    own_name: str
+    names: tuple[str, ...]  # that rules for alpha may call it by: as the file has it, then the model's own
     component: str
     rules: AlphaRules
     shape_of: Callable[[str], tuple[int, ...] | None]  # shape of one of the model's parameters by name
@@ -66,12 +65,14 @@ class Module:
             )
         return tensor
 
-    def scale(self, rank: int) -> float:
+    def scale(self, rank: int | None) -> float:
+        """The factor of a change of this rank; None: of two whole Kronecker factors."""
+        if rank is None:
+            return scale_of(self.source, self.roles, None, self.rules, self.names, self.component, self.notes)
         self.ranks.add(rank)
         if "alpha" in self.roles:
             self.alphas.add(alpha_value(self.source, self.roles["alpha"]))
-        names = (plain(self.own_name), innermost(plain(self.stem)).name)
-        return scale_of(self.source, self.roles, rank, self.rules, names, self.component, self.notes)
+        return scale_of(self.source, self.roles, rank, self.rules, self.names, self.component, self.notes)
 
 
 def incomplete(module: Module, what: str) -> Trouble:

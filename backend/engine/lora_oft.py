@@ -1,8 +1,10 @@
-"""OFT as PEFT writes it (`oft_R.weight`): orthogonal blocks that turn a layer's input before it meets the weight.
+"""OFT as PEFT, OneTrainer and ComfyUI's OFTv2 have it (`oft_R.weight`): blocks that turn a layer's input before it meets the weight.
 
-Qiu et al. 2023 with Cayley's map: of each block's numbers above the diagonal a skew-symmetric Q is made, and R = (1 - Q)(1 + Q)^-1. A layer
-with R computes W (R^T x), so its change of the weight is W (R - 1)^T. PEFT may have trained with a short series in place of the inverse, which
-is the same up to Q^5; the file does not say. Kohya's blocks (`oft_blocks`) are constrained otherwise and are not read.
+Qiu et al. 2023. Of each block's numbers above the diagonal a skew-symmetric Q is made, and of Q the rotation R: by default as the
+Cayley-Neumann series 1 + 2Q + 2Q^2 + 2Q^3 + Q^4, or as Cayley's map (1 - Q)(1 + Q)^-1, which turns the other way. A layer with R computes
+W (R^T x), so its change of the weight is W (R - 1)^T. Which of the two a file means is not in its tensors: see
+`backend.catalog.peft_config.turning_of`. OneTrainer's marker `oft_R.scaled_oft` says that the numbers are divided by the root of how many a
+block has. On a fused module the same input is turned for all its rows. Kohya's and LyCORIS' blocks (`oft_blocks`) turn outputs and are not read.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from backend.catalog.adapter import plain
+from backend.catalog.peft_config import Turning, turning_of
 from backend.engine.lora_body import Change
 from backend.engine.lora_module import Module, mismatch
 from backend.schema.messages import Trouble
@@ -34,37 +37,69 @@ class Rotation:
 
 
 def is_rotation(module: Module) -> bool:
-    """Whether a module of a file is an OFT of PEFT's and nothing else."""
+    """Whether a module of a file is an OFT of PEFT's kind and nothing else."""
     key = module.roles.get("oft", "")
-    return set(module.roles) == {"oft"} and ".oft_R" in key and len(module.source.shapes[key]) == 2
+    alone = {"oft"} <= set(module.roles) <= {"oft", "oft_marker", "alpha"}
+    return alone and ".oft_R" in key and len(module.source.shapes[key]) == 2
 
 
 def rotation_changes(module: Module) -> list[Change]:
-    """The change of the one linear layer that `module` is. Raises Trouble for blocks that do not fit it, and for a fused or other layer."""
-    slot, name = module.slots[0], plain(module.stem)
-    shape = module.shape_of(f"{slot.module}.weight")
-    if len(module.slots) > 1 or slot.share != (0, 1, 1) or slot.place != (0, 1, 1) or shape is None or len(shape) != 2:
-        raise Trouble(
-            "not_supported",
-            f"{module.source.name} turns the inputs of {name}, which is no linear layer of its own in this model.",
-            hint="Convert it with the tool that made it; nothing was changed.",
-        )
+    """The changes of the linear layers that `module` is. Raises Trouble for blocks that do not fit, and for what is no linear layer."""
+    name, changes = plain(module.stem), []
+    turning = turning_of(module.source.metadata, module.source.config, module.component, module.source.name)
+    for note in (turning.note, f"alpha of {name} means nothing for OFT" if "alpha" in module.roles else ""):
+        if note and note not in module.notes:
+            module.notes.append(note)
     numbers = module.read("oft").float()
-    blocks, size = numbers.shape[0], (1 + math.isqrt(1 + 8 * numbers.shape[1])) // 2
-    if size * (size - 1) // 2 != numbers.shape[1] or shape[1] % size or blocks not in (1, shape[1] // size):
-        raise mismatch(module, "rotation", numbers.shape, f"blocks for {shape[1]} inputs")
-    turns = cayley(numbers, size).expand(shape[1] // size, size, size)
-    return [Change(slot.module, "weight", Rotation(turns, shape, lambda: module.weight_of(f"{slot.module}.weight")))]
+    if "oft_marker" in module.roles:
+        numbers = numbers / math.sqrt(numbers.shape[1])
+    for slot in module.slots:
+        shape = module.shape_of(f"{slot.module}.weight")
+        if slot.place != (0, 1, 1) or slot.parameter != "weight" or shape is None or len(shape) != 2:
+            raise Trouble(
+                "not_supported",
+                f"{module.source.name} turns the inputs of {name}, which is no linear layer of its own in this model.",
+                hint="Convert it with the tool that made it; nothing was changed.",
+            )
+        blocks, size = numbers.shape[0], (1 + math.isqrt(1 + 8 * numbers.shape[1])) // 2
+        if size * (size - 1) // 2 != numbers.shape[1] or shape[1] % size or blocks not in (1, shape[1] // size):
+            raise mismatch(module, "rotation", numbers.shape, f"blocks for {shape[1]} inputs")
+        turns = turns_of(numbers, size, turning).expand(shape[1] // size, size, size)
+        weight = f"{slot.module}.weight"
+        changes.append(
+            Change(slot.module, "weight", Rotation(turns, shape, lambda weight=weight: module.weight_of(weight)))
+        )
+    return changes
 
 
-def cayley(numbers: torch.Tensor, size: int) -> torch.Tensor:
-    """R - 1 (b, size, size) of the skew-symmetric matrices with `numbers` (b, size * (size - 1) / 2) above the diagonal."""
-    skew = numbers.new_zeros(len(numbers), size, size)
+def turns_of(numbers: torch.Tensor, size: int, turning: Turning) -> torch.Tensor:
+    """R - 1 (b, size, size) float32 of the skew-symmetric matrices with `numbers` (b, size * (size - 1) / 2) above the diagonal.
+
+    Computed in float64: a series of many terms of large numbers would lose what it is the difference of.
+    """
+    skew = numbers.double().new_zeros(len(numbers), size, size)
     rows, columns = torch.triu_indices(size, size, 1)
-    skew[:, rows, columns] = numbers
+    skew[:, rows, columns] = numbers.double()
     skew = skew - skew.transpose(1, 2)
-    one = torch.eye(size)
-    return torch.linalg.solve(one + skew, one - skew, left=False) - one
+    if turning.projected:
+        length, most = skew.flatten(1).norm(dim=1)[:, None, None], turning.eps / math.sqrt(len(skew))
+        skew = torch.where(length <= most, skew, skew * (most / length.clamp_min(1e-300)))
+    if turning.exact:
+        one = torch.eye(size, dtype=skew.dtype)
+        return (torch.linalg.solve(one + skew, one - skew, left=False) - one).float()
+    return _series(skew, turning.terms).float()
+
+
+def _series(skew: torch.Tensor, terms: int) -> torch.Tensor:
+    """PEFT's Cayley-Neumann series without its first term, the 1."""
+    if terms < 3:
+        return 2.0 * skew if terms == 2 else torch.zeros_like(skew)
+    highest = max(terms - 1, 3)
+    total, power = 2.0 * skew, skew
+    for order in range(2, highest + 1):
+        power = power @ skew
+        total = total + (power if order == highest else 2.0 * power)
+    return total
 
 
 def turned(x: torch.Tensor, rotations: list[torch.Tensor]) -> torch.Tensor:

@@ -9,16 +9,18 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from backend.catalog.adapter import BUNDLED, group, plain
+from backend.catalog.adapter import BUNDLED, group, is_adapter, plain
 from backend.catalog.lora_alphas import alpha_rules
 from backend.catalog.lora_facts import trigger_words
 from backend.catalog.lora_kind import families_of, named, outline_of
+from backend.catalog.peft_config import is_unclear
 from backend.engine import lora_cold
 from backend.engine.lora_alpha import warnings
 from backend.engine.lora_body import Change
 from backend.engine.lora_build import changes_of
 from backend.engine.lora_module import Module
 from backend.engine.lora_names import Resolved, index_of, resolve
+from backend.engine.lora_repeats import Claim, Claims, lend_alphas
 from backend.engine.lora_source import Source
 from backend.schema.messages import Trouble
 
@@ -54,13 +56,18 @@ def read_lora(
     """
     grouped, others = group(source.shapes)
     _check_is_adapter(source, grouped, others)
-    found = _resolved(grouped, modules, family, first)
+    indexes = _indexes(modules, family, first)
+    found = _of_one_expert({stem: resolve(stem, roles, indexes) for stem, roles in grouped.items()})
+    grouped = lend_alphas(grouped, {stem: (p.part, p.slots) for stem, p in found.items() if not isinstance(p, str)})
+    wholes, others, resized = _whole_parameters(source, others, found, indexes, modules)
+    grouped = {**grouped, **wholes}
     result = ReadLora(num_found=len(grouped))
     result.unused = {stem: reason for stem, reason in found.items() if isinstance(reason, str)}
     outline = outline_of(tuple(source.shapes), tuple(source.shapes.values()))
     result.dialect = outline.dialect
     _check_family(source, found, outline.widths, family, families)
     result.notes = _doubts(source, outline.widths, family, families)
+    result.unused |= dict.fromkeys(resized, "is a whole weight for a model with other inputs")
     for key in others:
         embedding = key.startswith(BUNDLED)
         result.unused[key] = "is a textual inversion, which is not used here" if embedding else "is no adapter's tensor"
@@ -87,10 +94,46 @@ def _check_is_adapter(source: Source, grouped: Mapping, others: Sequence[str]) -
     raise Trouble("no_keys_match", f"{source.name} is not a LoRA: {what}.", hint="Is it a model? Load it as one.")
 
 
-def _resolved(grouped: Mapping[str, Mapping], modules: Mapping, family: ModuleType | None, first: str | None) -> dict:
+def _indexes(modules: Mapping, family: ModuleType | None, first: str | None) -> dict:
     parts = list(modules) if first is None else [first, *(p for p in modules if p != first and p.startswith("text_"))]
-    indexes = {part: index_of(modules[part], part, family) for part in parts}
-    return _of_one_expert({stem: resolve(stem, roles, indexes) for stem, roles in grouped.items()})
+    return {part: index_of(modules[part], part, family) for part in parts}
+
+
+def _whole_parameters(
+    source: Source, others: list[str], found: dict[str, Resolved | str], indexes: Mapping, modules: Mapping
+) -> tuple[dict[str, dict[str, str]], list[str], list[str]]:
+    """({module: {role: key}} of tensors that are parameters of this model as a whole, the other keys, keys of inputs of another size).
+    `found` gets the modules' places.
+
+    Trainers save so what they trained beside their pairs (norms of FLUX.1's control LoRAs, `bias="all"` and `modules_to_save` of PEFT).
+    Left out, the rest of the file would act without what it was trained with. A matrix that is as high as the model's and not as wide takes
+    other inputs (Wan's patch embedding of another task) and stays out; anything else of another size makes the file unusable.
+    """
+    wholes, left, resized = {}, [], []
+    for key in others:
+        stem, _, leaf = key.rpartition(".")
+        role = {"weight": "set_weight", "scale": "set_weight", "bias": "set_bias"}.get(leaf)
+        for infix in (".base_layer", ".modules_to_save", ".original_module"):
+            stem = stem.replace(infix, "")
+        place = resolve(stem, (role,), indexes) if role and stem and not key.startswith(BUNDLED) else ""
+        if isinstance(place, str) or "original_module" in key:
+            left.append(key)
+            continue
+        own = _shape(modules[place.part], f"{place.slots[0].module}.weight") or ()
+        size = source.shapes[key]
+        if len(place.slots) == 1 and len(size) == len(own) > 1 and size[0] == own[0] and size != own:
+            resized.append(key)
+            continue
+        name = f"{stem} ({leaf})"
+        wholes[name] = {role: key}
+        found[name] = place
+    if wholes and not is_adapter(source.shapes):
+        raise Trouble(
+            "no_keys_match",
+            f"{source.name} is not a LoRA: it holds {len(wholes)} whole weights of this model, more than adapters.",
+            hint="Is it a model? Load it as one.",
+        )
+    return wholes, left, resized
 
 
 def _of_one_expert(found: dict[str, Resolved | str]) -> dict[str, Resolved | str]:
@@ -109,11 +152,19 @@ def _build(
     weight_of: Callable | None,
     result: ReadLora,
 ) -> None:
-    rules = alpha_rules(source.metadata, source.config, tensors_say=any("alpha" in roles for roles in grouped.values()))
+    names = {stem: _names(place) for stem, place in found.items() if not isinstance(place, str)}
+    rules = alpha_rules(
+        source.metadata,
+        source.config,
+        tensors_say=any("alpha" in roles for roles in grouped.values()),
+        names=[name for some in names.values() for name in some],
+        source=source.name,
+    )
+    claims = Claims(source.name)
     notes: list[str] = list(result.notes)
     ranks: set[int] = set()
     alphas: set[float] = set()
-    for stem, roles in grouped.items():
+    for stem, roles in sorted(grouped.items(), key=lambda item: _extent(found[item[0]])):
         place = found[stem]
         if isinstance(place, str):
             continue
@@ -126,7 +177,7 @@ def _build(
             stem=stem,
             roles=roles,
             slots=place.slots,
-            own_name=place.slots[0].module if len(place.slots) == 1 else place.reading.name,
+            names=names[stem],
             component=part,
             rules=rules,
             shape_of=lambda name, whole=whole: _shape(whole, name),
@@ -137,11 +188,15 @@ def _build(
             alphas=alphas,
         )
         changes = changes_of(module)
-        if changes:
-            result.changes.setdefault(part, []).extend(changes)
+        new = [change for change in changes if claims.is_new(f"{part}.{change.name}", _claim(module, change))]
+        if new:
+            result.changes.setdefault(part, []).extend(new)
             result.num_applied += 1
+        elif changes:
+            result.num_found -= 1
         elif plain(stem) not in result.unused:
             result.unused[plain(stem)] = f"has nothing that changes a weight ({', '.join(roles)})"
+    notes += [note for note in (claims.note(), _of_config(source)) if note]
     notes += warnings(source, ranks, alphas)
     words = trigger_words(source.metadata, source.path)
     if words:
@@ -149,6 +204,33 @@ def _build(
     result.notes = tuple(notes[:MANY_NOTES]) + (
         (f"and {len(notes) - MANY_NOTES} more",) if len(notes) > MANY_NOTES else ()
     )
+
+
+def _names(place: Resolved) -> tuple[str, ...]:
+    """What rules for alpha may call a module: as the file has it, then, where it is one module here, by the model's own name."""
+    own = (place.slots[0].module,) if len(place.slots) == 1 else ()
+    return tuple(dict.fromkeys((place.reading.name, *own)))
+
+
+def _extent(place: Resolved | str) -> float:
+    """What is of whole parameters comes before what is of some of their rows, of which it may be a repetition."""
+    if isinstance(place, str):
+        return 0.0
+    start, stop, whole = place.slots[0].place
+    return -(stop - start) / whole
+
+
+def _claim(module: Module, change: Change) -> Claim:
+    place = next((s.place for s in module.slots if s.module == change.module), (0, 1, 1))
+    factor = None if change.dora is None else change.dora.factor
+    return Claim(module.stem, next(iter(module.roles.values())), place, change.body.dense, factor)
+
+
+def _of_config(source: Source) -> str:
+    """What is to be said of PEFT's configuration beside the file."""
+    if source.path is not None and is_unclear(source.path):
+        return "an adapter_config.json lies beside it, but also other LoRAs, so it is not used"
+    return "settings from adapter_config.json beside it" if source.config else ""
 
 
 def _base(source: Source, module: nn.Module, part: str, name: str, weight_of: Callable | None) -> torch.Tensor:

@@ -6,19 +6,22 @@ import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import torch
 
+from backend.catalog.adapter import QUANTISED, group, scales_of
 from backend.catalog.header import read_header
-from backend.catalog.parts import read_json
+from backend.catalog.peft_config import config_beside
 from backend.catalog.spec import TensorAt
 from backend.engine import load, shortage
 from backend.schema.messages import Trouble
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 NESTS = ("state_dict", "module", "model", "model_state", "model_state_dict", "lora_state_dict")
+CODES = (torch.int8, torch.uint8, torch.bool)
+EIGHTS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, *CODES)
 READ_AS = {torch.float64: torch.float32, torch.float8_e4m3fn: torch.float32, torch.float8_e5m2: torch.float32}
 
 
@@ -34,16 +37,78 @@ class Source:
     _stored: Mapping[str, TensorAt | torch.Tensor] = field(default_factory=dict, repr=False)
 
     def read(self, key: str) -> torch.Tensor:
-        """The tensor under `key` on the CPU, in its own dtype (8-bit and 64-bit floats as float32). Raises Trouble if not finite."""
-        tensor = self.stored(key)
+        """The tensor under `key` on the CPU, in its own dtype (8-bit and 64-bit floats as float32), in memory of its own.
+
+        8-bit numbers with a scale beside them are multiplied by it. Raises Trouble for a scale that does not fit, and for 8-bit numbers
+        whose scale is missing where the file has others, or has companions of quantised tensors that are not known here.
+        """
+        tensor, scales = self.stored(key), self._scales.get(key, ())
+        if tensor.dtype in EIGHTS:
+            self._check_companions(key, scales)
+        if scales:
+            return self._scaled(key, tensor, scales)
         if tensor.is_floating_point():
             tensor = tensor.to(READ_AS.get(tensor.dtype, tensor.dtype))
         return tensor
 
     def stored(self, key: str) -> torch.Tensor:
-        """The tensor under `key` as it lies in the file."""
+        """The tensor under `key` as it lies in the file, in memory of its own: whoever gave it may change it."""
         at = self._stored[key]
-        return at.detach().cpu() if isinstance(at, torch.Tensor) else load.read_tensor(at)
+        return at.detach().to("cpu", copy=True) if isinstance(at, torch.Tensor) else load.read_tensor(at)
+
+    @cached_property
+    def _scales(self) -> dict[str, tuple[str, ...]]:
+        """Key of an 8-bit tensor -> those of its scales."""
+        found: dict[str, tuple[str, ...]] = {}
+        for scale, owner in scales_of(self.shapes).items():
+            if owner:
+                found[owner] = (*found.get(owner, ()), scale)
+        return found
+
+    @cached_property
+    def _companions(self) -> tuple[str, ...]:
+        """Keys that speak of quantised tensors and belong to none that is known."""
+        return tuple(key for key in group(self.shapes)[1] if QUANTISED.search(key.rpartition(".")[2]))
+
+    def _check_companions(self, key: str, scales: tuple[str, ...]) -> None:
+        unknown = self._companions
+        if unknown or (self._scales and not scales):
+            what = f"{unknown[0]} beside it is not understood" if unknown else "it has no scale, as others in the file have"
+            raise Trouble(
+                "not_supported",
+                f"{self.name} stores {key} in 8 bits, and {what}.",
+                hint="Take the LoRA in bf16 or fp16 instead; nothing was changed.",
+            )
+
+    def _scaled(self, key: str, codes: torch.Tensor, scales: tuple[str, ...]) -> torch.Tensor:
+        """codes times their scale: one number, one a row, or one for each block of equal size. float32."""
+        factors = [self.stored(scale).float() for scale in scales]
+        scale = factors[0]
+        wrong = ""
+        if codes.dtype not in EIGHTS or codes.dtype in (torch.uint8, torch.bool):
+            kind = str(codes.dtype).removeprefix("torch.")
+            wrong = "" if codes.is_floating_point() and bool((scale == 1).all()) else f"a scale beside numbers in {kind}"
+        elif any(other.shape != scale.shape or not torch.equal(other, scale) for other in factors[1:]):
+            wrong = f"two scales that differ ({' and '.join(scales)})"
+        elif not bool(torch.isfinite(scale).all()):
+            wrong = "a scale that is NaN or infinite"
+        elif scale.numel() != 1:
+            if scale.ndim == 1 and scale.shape[0] == codes.shape[0]:
+                scale = scale.reshape(-1, *[1] * (codes.ndim - 1))
+            sides = zip(codes.shape, scale.shape, strict=False)
+            if scale.ndim != codes.ndim or any(size % parts for size, parts in sides if parts):
+                wrong = f"a scale of shape {list(scale.shape)} for numbers of shape {list(codes.shape)}"
+        if wrong:
+            raise Trouble(
+                "not_supported",
+                f"{self.name}: {key} has {wrong}.",
+                hint="Take the LoRA in bf16 or fp16 instead; nothing was changed.",
+            )
+        if scale.numel() != 1:
+            for dim, (size, parts) in enumerate(zip(codes.shape, scale.shape, strict=True)):
+                if parts > 1:
+                    scale = scale.repeat_interleave(size // parts, dim)
+        return codes.float() * (scale if scale.numel() != 1 else scale.reshape(()))
 
     @property
     def hash(self) -> str:
@@ -69,16 +134,10 @@ def open_source(source: str | os.PathLike | Mapping[str, torch.Tensor], name: st
     if path.is_dir():
         path = _file_in(path)
     if path.suffix.lower() in PICKLES:
-        return replace(_from_tensors(read_pickle(path), name or path.name, path, {}), config=_config_beside(path))
+        return replace(_from_tensors(read_pickle(path), name or path.name, path, {}), config=config_beside(path))
     header = read_header(path)
     shapes = {key: at.shape for key, at in header.tensors.items()}
-    return Source(name or path.name, shapes, header.metadata, path, _config_beside(path), header.tensors)
-
-
-def _config_beside(path: Path) -> dict:
-    """PEFT's adapter_config.json, which speaks of the file of a certain name beside it."""
-    named = path.name.startswith(("adapter_model", "pytorch_lora_weights"))
-    return (read_json(path.with_name("adapter_config.json")) or {}) if named else {}
+    return Source(name or path.name, shapes, header.metadata, path, config_beside(path), header.tensors)
 
 
 def _from_tensors(tensors: Mapping, name: str, path: Path | None, metadata: dict) -> Source:

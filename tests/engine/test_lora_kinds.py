@@ -320,8 +320,10 @@ def test_one_module_described_twice(random):
     one = pair(random, Q, down="lora_A.first.weight", up="lora_B.first.weight")
     two = pair(random, Q, down="lora_A.second.weight", up="lora_B.second.weight", rank=2)
     three = pair(random, "lora_unet_" + Q.replace(".", "_"), down="lora_down.weight", up="lora_up.weight")
-    total = sum(numbers(up) @ numbers(down) for down, up in (file.values() for file in (one, two, three)))
-    check(QWEN, {**one, **two, **three}, {f"{Q}.weight": total}, applied=3)
+    for file, keys in (({**one, **two}, "first.*second"), ({**two, **three}, "lora_down|lora_A")):
+        with pytest.raises(Trouble, match=f"twice and differently.*{keys}") as caught:
+            lora.load(shared(QWEN), file)
+        assert caught.value.kind == "repeated" and not lora.of(shared(QWEN)).loaded
 
 
 def test_factors_of_four_dimensions_for_a_linear_layer(random):

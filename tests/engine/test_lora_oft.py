@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch")
 from torch import nn
 
 from backend.engine import lora
-from backend.engine.lora_oft import cayley
+from backend.catalog.peft_config import Turning
+from backend.engine.lora_oft import turns_of
 from backend.schema.messages import Trouble
 
 pytestmark = pytest.mark.torch
@@ -27,10 +28,10 @@ def trained(block: int = 4) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     from peft import OFTConfig, inject_adapter_in_model
 
     module = network()
-    config = OFTConfig(r=0, oft_block_size=block, target_modules=["0"], use_cayley_neumann=False)
+    config = OFTConfig(r=0, oft_block_size=block, target_modules=["0"])
     inject_adapter_in_model(config, module)
     weight = module[0].oft_R["default"].weight
-    weight.data = torch.randn(weight.shape) * 0.4
+    weight.data = torch.randn(weight.shape) * 0.1
     return module, {"0.oft_R.weight": weight.data.clone()}
 
 
@@ -48,7 +49,7 @@ def test_a_turned_input_is_that_of_the_trained_layer(hot: bool):
 
 def test_turns_keep_lengths_and_share_a_layer_with_others():
     _, file = trained()
-    turn = cayley(file["0.oft_R.weight"], 4) + torch.eye(4)
+    turn = turns_of(file["0.oft_R.weight"], 4, Turning(exact=True)) + torch.eye(4)
     torch.testing.assert_close(turn @ turn.transpose(1, 2), torch.eye(4).expand(3, 4, 4), rtol=0, atol=1e-5)
     pair = {"0.lora_A.weight": torch.randn(2, 12), "0.lora_B.weight": torch.randn(10, 2)}
     whole = {"0.diff": torch.randn(10, 12)}
