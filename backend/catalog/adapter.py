@@ -122,10 +122,22 @@ SCALES = (  # ends of a key that make it the scale of the 8-bit tensor that the 
     "_scales",
     "_scale",
 )
-INPUT_SCALES = (".input_scale", ".scale_input")  # of a layer's input, for whoever multiplies in 8 bits; no part of a weight
-QUANTISED = re.compile(r"scale|absmax|quant|zero_?point|zeros?$|codebook")  # names of what belongs to a quantised tensor
+INPUT_SCALES = (
+    ".input_scale",
+    ".scale_input",
+)  # of a layer's input, for whoever multiplies in 8 bits; no part of a weight
+QUANTISED = re.compile(
+    r"scale|absmax|quant|zero_?point|zeros?$|codebook"
+)  # names of what belongs to a quantised tensor
 OF_ALL = ("alpha", "scalar", "magnitude", "magnitude_out")  # roles that hold for every description of a module
-BOUND = ("down", "up", "embedding_down", "embedding_up", "hada_", "lokr_")  # roles whose partners are spelt in the same way
+BOUND = (
+    "down",
+    "up",
+    "embedding_down",
+    "embedding_up",
+    "hada_",
+    "lokr_",
+)  # roles whose partners are spelt in the same way
 BUNDLED = ("bundle_emb.", "emb_params", "string_to_param")
 
 DIT, ANY = "dit", ""

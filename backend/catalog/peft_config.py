@@ -120,7 +120,9 @@ def turning_of(metadata: Mapping[str, str], config: Mapping[str, object], compon
         projected = truth(theirs.get("oft_coft"))
         eps = number(theirs.get("coft_eps")) if projected else None
         return Turning(projected=projected, eps=eps if eps is not None else 6e-5, said="ot_config")
-    return Turning(note=f"OFT: the file does not say how its rotations are meant; read by the default of PEFT, {DEFAULT}")
+    return Turning(
+        note=f"OFT: the file does not say how its rotations are meant; read by the default of PEFT, {DEFAULT}"
+    )
 
 
 def _from_fields(fields: Mapping[str, object], where: str, name: str) -> Turning:

@@ -97,9 +97,7 @@ def _may_be_slow(entry: str) -> bool:
                     return True
                 if look(inner, inside or int(most) > 1):
                     return True
-            elif any(look(inner, inside) for inner in _within(value)):
-                return True
-            elif kind == "BRANCH" and inside:
+            elif any(look(inner, inside) for inner in _within(value)) or (kind == "BRANCH" and inside):
                 return True
         return False
 

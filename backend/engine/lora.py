@@ -11,8 +11,10 @@ matched and what was not, and why; nothing matched is an error and changes nothi
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -20,13 +22,15 @@ from torch import nn
 
 from backend.catalog.spec import PartSpec
 from backend.engine import lora_cold, lora_hot, placement
-from backend.engine.lora_body import Change
+from backend.engine.lora_body import Change, Dense
 from backend.engine.lora_loaded import (
     FileOrTensors,
     Loaded,
     check_strength,
+    digest_of,
     family_of,
     find,
+    is_multiplicative,
     modules_of,
     of_part,
     receipt_of,
@@ -60,6 +64,8 @@ class Adapters:
         self.family = family or family_of(self.modules, self.families)
         self.loaded: list[Loaded] = []
         self._kept: dict[tuple[str, str], torch.Tensor] = {}
+        self._changed: set[tuple[str, str]] = set()  # (part, parameter) that something has been fused into
+        self._waiting: dict[str, set[str]] | None = None  # part -> weights to be settled together, while `use` works
         self._prefers_hot: set[str] = set()
 
     @property
@@ -91,8 +97,8 @@ class Adapters:
         modes = {part: self._is_hot(part, hot) for part in found.changes}
         receipt = receipt_of(opened, found, strength=strength, hot=any(modes.values()))
         names = {part: tuple(change.name for change in changes) for part, changes in found.changes.items()}
-        kept = found.changes if any(modes.values()) or opened.path is None else None
-        one = Loaded(opened.path or source, receipt, names, kept, modes)
+        cold = not all(modes.values())
+        one = Loaded(opened.path or {}, receipt, names, found.changes, modes, order=digest_of(opened) if cold else "")
         self._keep_originals(one)
         self.loaded.append(one)
         try:
@@ -100,10 +106,11 @@ class Adapters:
                 if modes[part]:
                     self._refresh_hot(part, {change.module for change in changes})
                 else:
-                    self._fuse(part, changes, strength)
+                    self._settle(part, set(names[part]))
         except BaseException:  # out of memory, a disk that failed: as if it had never been asked for
             self.remove(receipt)
             raise
+        self._drop_changes()
         return receipt
 
     def set_strength(self, which: LoraReceipt | str, strength: float) -> LoraReceipt:
@@ -112,35 +119,35 @@ class Adapters:
         one = find(self.loaded, which)
         if one.receipt.strength == strength:
             return one.receipt
-        cold = [part for part, hot in one.hot.items() if not hot]
-        again = self._changes_again(one) if cold else {}
         before, one.receipt = one.receipt, replace(one.receipt, strength=strength)
         try:
             for part, hot in one.hot.items():
                 if hot:
                     self._refresh_hot(part, modules_of(one.names[part]))
                 else:
-                    self._rebuild_cold(part, set(one.names[part]), known={id(one): again})
+                    self._settle(part, set(one.names[part]))
         except BaseException:  # out of memory: not yet at that strength, and to be asked for again
             one.receipt = before
             raise
+        self._drop_changes()
         return one.receipt
 
     def remove(self, which: LoraReceipt | str) -> None:
         """Takes one LoRA off; the others stay as they are."""
         one = find(self.loaded, which)
         others = [other for other in self.loaded if other is not one]
-        known = {}
-        for part in (part for part, hot in one.hot.items() if not hot):
-            for other in others:
-                if not other.hot.get(part, True) and set(other.names[part]) & set(one.names[part]):
-                    known[id(other)] = self._changes_again(other)
+        if self._waiting is None:
+            for part in (part for part, hot in one.hot.items() if not hot):
+                self._read_again(
+                    part, set(one.names[part]), others
+                )  # what cannot be read is said before anything changes
         self.loaded = others
         for part, hot in one.hot.items():
             if hot:
                 self._refresh_hot(part, modules_of(one.names[part]))
             else:
-                self._rebuild_cold(part, set(one.names[part]), known=known)
+                self._settle(part, set(one.names[part]))
+        self._drop_changes()
 
     def clear(self, part: str | None = None) -> None:
         """Takes everything off (of one part, or of all): every weight is the file's again, bit for bit."""
@@ -182,6 +189,12 @@ class Adapters:
                 "bad_value", f"{max(paths, key=paths.count)} is asked for twice.", hint="Ask for it once, at the sum."
             )
         before = {one.receipt.path: one for one in self.loaded}
+        with self._settled_together():
+            self._use(wanted, paths, before, hot)
+        order = {path: place for place, path in enumerate(paths)}
+        return tuple(sorted(self.receipts, key=lambda receipt: order.get(receipt.path, len(order))))
+
+    def _use(self, wanted: list[LoraUse], paths: list[str], before: Mapping[str, Loaded], hot: bool | None) -> None:
         added: list[LoraReceipt] = []
         try:
             for one in wanted:
@@ -197,8 +210,23 @@ class Adapters:
         for one in wanted:
             if os.fspath(one.path) in before:
                 self.set_strength(before[os.fspath(one.path)].receipt, one.strength)
-        order = {path: place for place, path in enumerate(paths)}
-        return tuple(sorted(self.receipts, key=lambda receipt: order.get(receipt.path, len(order))))
+
+    @contextmanager
+    def _settled_together(self) -> Iterator[None]:
+        """Within it weights that LoRAs are fused into only wait; at the end each is made once of everything that acts then."""
+        self._waiting = {}
+        try:
+            yield
+        finally:
+            waiting, self._waiting = self._waiting, None
+            try:
+                for part, names in waiting.items():
+                    self._settle(part, names)
+            except BaseException:  # out of memory, a file that vanished: what touches these weights acts no more
+                for part, names in waiting.items():
+                    self._let_go(part, names)
+                raise
+            self._drop_changes()
 
     def _is_hot(self, part: str, asked: bool | None) -> bool:
         placed = placement.of(self.modules[part])
@@ -217,9 +245,7 @@ class Adapters:
         """The unchanged values of a parameter, whatever has been fused into it and wherever it lies; on the CPU."""
         module, spec = self.modules[part], self.specs.get(part)
         weight = lora_cold.parameter(module, name)
-        if (part, name) in self._kept or any(
-            not one.hot.get(part, True) and name in one.names[part] for one in self.loaded
-        ):
+        if (part, name) in self._changed:
             return lora_cold.original(name, spec, of_part(self._kept, part), weight)
         placed = placement.of(module)
         if placed is not None and not placed.changeable:
@@ -234,12 +260,6 @@ class Adapters:
                 if (spec is None or name not in spec.tensors) and (part, name) not in self._kept:
                     self._kept[part, name] = lora_cold.parameter(self.modules[part], name).detach().cpu().clone()
 
-    def _fuse(self, part: str, changes: list[Change], strength: float, names: set[str] | None = None) -> None:
-        for change in changes:
-            if names is None or change.name in names:
-                base = self._base_of(part, change.name) if change.dora else None
-                lora_cold.fuse(lora_cold.parameter(self.modules[part], change.name), change, strength, base)
-
     def _changes_again(self, one: Loaded) -> dict[str, list[Change]]:
         """The changes of a LoRA, read again if they were dropped. Raises Trouble if the file is not what it was."""
         if one.changes is not None:
@@ -252,34 +272,99 @@ class Adapters:
         found = read_lora(opened, self.modules, self.family, self.families, weight_of=self._base_of)
         return found.changes
 
-    def _rebuild_cold(self, part: str, names: set[str], *, known: Mapping[int, Mapping[str, list[Change]]]) -> None:
-        """Weights `names` as their file has them, and then everything that is still fused into them."""
-        again = [
-            (one, known.get(id(one)) or self._changes_again(one))
-            for one in self.loaded
-            if not one.hot.get(part, True) and names & set(one.names[part])
-        ]
-        for name in names:
+    def _cold_on(self, part: str, names: set[str], loaded: Sequence[Loaded]) -> list[Loaded]:
+        """Those of `loaded` that are fused into some of the weights `names`, always in the same order."""
+        found = [one for one in loaded if not one.hot.get(part, True) and names & set(one.names[part])]
+        return sorted(found, key=lambda one: (one.order, one.receipt.strength))
+
+    def _read_again(self, part: str, names: set[str], loaded: Sequence[Loaded]) -> None:
+        for one in self._cold_on(part, names, loaded):
+            one.changes = self._changes_again(one)
+
+    def _settle(self, part: str, names: set[str]) -> None:
+        """Makes weights `names` what their file has and everything that is fused into them, rounded once."""
+        if self._waiting is not None:
+            self._waiting.setdefault(part, set()).update(names)
+            return
+        fused = self._cold_on(part, names, self.loaded)
+        self._read_again(part, names, self.loaded)
+        uses: dict[str, list[tuple[Change, float]]] = {name: [] for name in names}
+        for one in fused:
+            for change in one.changes[part]:
+                if change.name in uses:
+                    uses[change.name].append((change, one.receipt.strength))
+        for name, here in uses.items():
+            self._fuse(part, name, here)
+        self._refresh_hot(part, self._multiplied(part) & modules_of(names))
+
+    def _fuse(self, part: str, name: str, uses: list[tuple[Change, float]]) -> None:
+        weight = lora_cold.parameter(self.modules[part], name)
+        if (part, name) in self._changed:
             self._restore(part, name)
-        for one, changes in again:
-            self._fuse(part, changes[part], one.receipt.strength, names)
+        if not uses:
+            self._kept.pop((part, name), None)
+            return
+        self._changed.add((part, name))
+        if len(uses) > 1:
+            lora_cold.fuse_all(weight, uses, weight.detach())
+        else:
+            change, strength = uses[0]
+            lora_cold.fuse(weight, change, strength, weight.detach().clone() if change.dora else None)
+
+    def _drop_changes(self) -> None:
+        """What can be read again from its file, and is not needed beside a layer, takes no memory."""
+        for one in self.loaded if self._waiting is None else ():
+            if isinstance(one.source, Path) and not any(one.hot.values()):
+                one.changes = None
+
+    def _let_go(self, part: str, names: set[str]) -> None:
+        """Weights `names` as their file has them, and no LoRA any more that was to act on them."""
+        gone = self._cold_on(part, names, self.loaded)
+        self.loaded = [one for one in self.loaded if one not in gone]
+        for one in gone:
+            for other, touched in one.names.items():
+                if one.hot[other]:
+                    self._refresh_hot(other, modules_of(touched))
+                else:
+                    for name in touched:
+                        self._restore(other, name)
+
+    def _multiplied(self, part: str) -> set[str]:
+        """Modules beside which something acts that multiplies the weight."""
+        return {
+            change.module
+            for one in self.loaded
+            if one.hot.get(part)
+            for change in one.changes[part]
+            if is_multiplicative(change)
+        }
 
     def _restore(self, part: str, name: str) -> None:
+        """The weight as its file has it."""
         weight = lora_cold.parameter(self.modules[part], name)
         lora_cold.restore(weight, lora_cold.original(name, self.specs.get(part), of_part(self._kept, part), weight))
+        self._changed.discard((part, name))
         if not any(not one.hot.get(part, True) and name in one.names[part] for one in self.loaded):
             self._kept.pop((part, name), None)
 
     def _refresh_hot(self, part: str, modules: Iterable[str]) -> None:
         """Makes the branches beside `modules` what the loaded LoRAs say."""
         uses: dict[str, list[tuple[Change, float]]] = {name: [] for name in modules}
+        fused = {name for one in self.loaded if not one.hot.get(part, True) for name in one.names[part]}
         for one in self.loaded:
             if one.hot.get(part):
                 for change in one.changes[part]:
                     if change.module in uses:
-                        uses[change.module].append((change, one.receipt.strength))
+                        uses[change.module].append((self._of_base(part, change, fused), one.receipt.strength))
         for name, here in uses.items():
             lora_hot.attach(self.modules[part].get_submodule(name), here)
+
+    def _of_base(self, part: str, change: Change, fused: set[str]) -> Change:
+        """A change that multiplies the weight, as what it adds to the model's own where others are fused into the layer's."""
+        if change.name not in fused or not is_multiplicative(change):
+            return change
+        base = self._base_of(part, change.name).float() if change.dora else None
+        return Change(change.module, change.parameter, Dense(change.dense(base), 1.0))
 
 
 def of(module: nn.Module) -> Adapters:

@@ -2,10 +2,12 @@
 
 The change is computed and added in float32 and rounded once to the weight's dtype, in strips of rows that stay in the processor's cache; where the
 processor multiplies bfloat16 and sums in float32, from factors split into bfloat16 digits, to 2^-16 of the change (the weight's own rounding is 2^-9).
+Several changes of one weight are added up in float32, from the weight as its file has it, and rounded once together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -33,6 +35,16 @@ def fuse(weight: torch.Tensor, change: Change, strength: float, base: torch.Tens
         return
     delta = change.dense(None if base is None else base.cpu()).mul_(strength)
     weight.copy_(weight.float().add_(delta.to(weight.device)))
+
+
+@torch.no_grad()
+def fuse_all(weight: torch.Tensor, uses: Sequence[tuple[Change, float]], base: torch.Tensor) -> None:
+    """weight = base + the sum of strength * change, rounded once. `base`: the unchanged weight, on any device."""
+    total = base.to(weight.device, torch.float32, copy=True)
+    whole = base.cpu() if any(change.dora for change, _ in uses) else None
+    for change, strength in uses:
+        fuse(total, change, strength, whole)
+    weight.copy_(total.view(weight.shape))
 
 
 def _add_low_rank(weight: torch.Tensor, body: LowRank, strength: float) -> None:

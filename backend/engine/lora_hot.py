@@ -12,6 +12,7 @@ cost about as much as one. What has no low-rank form acts as what it is:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -87,7 +88,9 @@ def stack(layer: nn.Module, uses: Sequence[tuple[Change, float]]) -> Branches:
             continue
         body = _branch_form(change, isinstance(layer, nn.Linear))
         if isinstance(body, Kronecker):
-            branches.kroneckers.append((body.left.float() * (body.scale * strength), body.right))
+            left, right = body.left.float() * (body.scale * strength), body.right.float()
+            power = _power_of_two(right.flatten(1).norm(dim=1).max())
+            branches.kroneckers.append((left * power, right / power))
         elif isinstance(body, Rotation) and alone:
             branches.rotations.append(body.turns * strength)
         elif isinstance(body, LowRank):
@@ -105,10 +108,30 @@ def stack(layer: nn.Module, uses: Sequence[tuple[Change, float]]) -> Branches:
             before = getattr(branches, name)
             setattr(branches, name, excess if before is None else before + excess)
     if ups:
-        branches.up, branches.down = torch.cat(ups, dim=1), torch.cat(downs)
+        branches.up, branches.down = _balanced(torch.cat(ups, dim=1), torch.cat(downs))
     if like.device.type == "meta":
         return branches
     return branches.on(like if like.is_floating_point() and like.dtype.itemsize > 1 else like.to(torch.bfloat16))
+
+
+def _balanced(up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same product from factors of which neither is large, so that what lies between them does not overflow in float16.
+
+    Each rank's row of `down` (R, ...) is brought to the length of its column of `up` (o, R), but to 1 at most; by powers of two, which
+    costs no precision.
+    """
+    rows, columns = down.flatten(1).norm(dim=1), up.norm(dim=0)
+    wanted = (rows * columns).sqrt().clamp(max=1.0)
+    some = (rows > 0) & (columns > 0) & rows.isfinite() & columns.isfinite()
+    powers = torch.where(some, torch.exp2(torch.round(torch.log2(rows / wanted.clamp_min(1e-30)))), 1.0)
+    powers = torch.where(powers.isfinite() & (powers > 0), powers, 1.0)
+    return up * powers, down / powers.view(-1, *[1] * (down.ndim - 1))
+
+
+def _power_of_two(length: torch.Tensor) -> float:
+    """The power of two nearest to a length above 1; 1 below."""
+    value = float(length)
+    return 2.0 ** round(math.log2(value)) if 1.0 < value < math.inf else 1.0
 
 
 def _zeros(layer: nn.Conv2d) -> bool:

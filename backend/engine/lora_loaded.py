@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from torch import nn
 
 from backend.catalog import parts
 from backend.engine.lora_body import Change
+from backend.engine.lora_oft import Rotation
 from backend.engine.lora_read import ReadLora
 from backend.engine.lora_source import Source
 from backend.schema.messages import Trouble
@@ -29,6 +31,7 @@ class Loaded:
     names: dict[str, tuple[str, ...]]  # part -> parameters it changes
     changes: dict[str, list[Change]] | None = None
     hot: dict[str, bool] = field(default_factory=dict)  # part -> beside the weights, or in them
+    order: str = ""  # what sorts it among others, whenever it was added: sums in float32 depend on the order
 
 
 def receipt_of(opened: Source, found: ReadLora, *, strength: float, hot: bool) -> LoraReceipt:
@@ -44,6 +47,23 @@ def receipt_of(opened: Source, found: ReadLora, *, strength: float, hot: bool) -
         unused=found.unused,
         notes=found.notes,
     )
+
+
+def digest_of(opened: Source) -> str:
+    """sha256 of a LoRA's file, or of the tensors that were given."""
+    if opened.path is not None:
+        return opened.hash
+    digest = hashlib.sha256()
+    for key in sorted(opened.shapes):
+        digest.update(key.encode())
+        tensor = opened.stored(key).contiguous().flatten()
+        digest.update(tensor.view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+    return digest.hexdigest()
+
+
+def is_multiplicative(change: Change) -> bool:
+    """Whether a change multiplies the weight, so that it must meet the model's own and not what others have made of it."""
+    return change.dora is not None or isinstance(change.body, Rotation)
 
 
 def is_called(receipt: LoraReceipt, which: LoraReceipt | str) -> bool:

@@ -89,7 +89,7 @@ def _equal(one: Claim, other: Claim) -> bool:
     if a.numel() != b.numel():
         return False
     b = b.view(a.shape)
-    start, stop, whole = max((one.place, other.place), key=lambda place: place[0] / place[2])
+    start, _, whole = max((one.place, other.place), key=lambda place: place[0] / place[2])
     if one.place != other.place:
         end = min(one.place[1] / one.place[2], other.place[1] / other.place[2])
         rows = slice(round(a.shape[0] * start / whole), round(a.shape[0] * end))

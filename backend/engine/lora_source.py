@@ -73,7 +73,11 @@ class Source:
     def _check_companions(self, key: str, scales: tuple[str, ...]) -> None:
         unknown = self._companions
         if unknown or (self._scales and not scales):
-            what = f"{unknown[0]} beside it is not understood" if unknown else "it has no scale, as others in the file have"
+            what = (
+                f"{unknown[0]} beside it is not understood"
+                if unknown
+                else "it has no scale, as others in the file have"
+            )
             raise Trouble(
                 "not_supported",
                 f"{self.name} stores {key} in 8 bits, and {what}.",
@@ -87,7 +91,9 @@ class Source:
         wrong = ""
         if codes.dtype not in EIGHTS or codes.dtype in (torch.uint8, torch.bool):
             kind = str(codes.dtype).removeprefix("torch.")
-            wrong = "" if codes.is_floating_point() and bool((scale == 1).all()) else f"a scale beside numbers in {kind}"
+            wrong = (
+                "" if codes.is_floating_point() and bool((scale == 1).all()) else f"a scale beside numbers in {kind}"
+            )
         elif any(other.shape != scale.shape or not torch.equal(other, scale) for other in factors[1:]):
             wrong = f"two scales that differ ({' and '.join(scales)})"
         elif not bool(torch.isfinite(scale).all()):

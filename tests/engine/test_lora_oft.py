@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 
 from torch import nn
 
-from backend.engine import lora
 from backend.catalog.peft_config import Turning
+from backend.engine import lora
 from backend.engine.lora_oft import turns_of
 from backend.schema.messages import Trouble
 
