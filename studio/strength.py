@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy
 
-from backend.catalog.adapter import group, innermost, plain
+from backend.catalog.adapter import group, innermost, plain, scales_of
 from backend.catalog.header import read_bytes, read_header
 from backend.catalog.lora_alphas import AlphaRules, alpha_rules
+from backend.catalog.names import flatten
+from backend.catalog.peft_config import config_beside
 from backend.catalog.spec import TensorAt
 from backend.schema.messages import Trouble
 
@@ -38,11 +40,25 @@ def _strengths(path: Path, nbytes: int, modified: int) -> tuple[tuple[str, float
     if sum(at.nbytes for at in header.tensors.values()) > MOST_BYTES:
         return ()
     modules, _ = group(header.tensors)
-    rules = alpha_rules(header.metadata, {}, tensors_say=any("alpha" in roles for roles in modules.values()))
+    readings = {stem: innermost(plain(stem)) for stem in modules}
+    rules = alpha_rules(
+        header.metadata,
+        config_beside(path),
+        tensors_say=any("alpha" in roles for roles in modules.values()),
+        names=[reading.name for reading in readings.values()],
+        source=path.name,
+    )
+    scales = {owner: header.tensors[key] for key, owner in scales_of(header.tensors).items() if owner}
     squares: dict[str, float] = {}
+    seen: set[tuple[str, str]] = set()  # a module that is in the file twice acts once
     for stem, roles in modules.items():
+        called = (readings[stem].component or "dit", flatten(readings[stem].name))
+        if called in seen:
+            continue
         try:
-            square = _square({role: _Stored(header.tensors[key]) for role, key in roles.items()}, stem, rules)
+            stored = {role: _Stored(header.tensors[key], scales.get(key)) for role, key in roles.items()}
+            square = _square(stored, stem, rules)
+            seen |= {called} if square is not None else set()
         except (Trouble, ValueError, IndexError, KeyError):
             continue
         if square is not None and numpy.isfinite(square):
@@ -128,8 +144,8 @@ def _order(name: str) -> tuple:
 class _Stored:
     """A tensor in the file, read when it is asked for."""
 
-    def __init__(self, at: TensorAt):
-        self.at, self.shape = at, at.shape
+    def __init__(self, at: TensorAt, scale: TensorAt | None = None):
+        self.at, self.shape, self.scale = at, at.shape, scale
 
     def values(self) -> numpy.ndarray:
         """float32, in its own shape. Raises ValueError for a dtype that is not read here."""
@@ -138,17 +154,31 @@ class _Stored:
             found = (numpy.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
         elif self.at.dtype in ("F8_E4M3", "F8_E5M2"):
             found = _eighths(self.at.dtype)[numpy.frombuffer(data, "u1")]
-        elif self.at.dtype in ("I64", "I32"):
-            found = numpy.frombuffer(data, {"I64": "<i8", "I32": "<i4"}[self.at.dtype]).astype("<f4")
+        elif self.at.dtype in ("I64", "I32") or (self.at.dtype == "I8" and self.scale is not None):
+            found = numpy.frombuffer(data, {"I64": "<i8", "I32": "<i4", "I8": "i1"}[self.at.dtype]).astype("<f4")
         elif self.at.dtype in _READ:
             found = numpy.frombuffer(data, _READ[self.at.dtype]).astype("<f4")
         else:
             raise ValueError(self.at.dtype)
-        return found.reshape(self.at.shape)
+        found = found.reshape(self.at.shape)
+        return found if self.scale is None else found * _spread(_Stored(self.scale).values(), self.at.shape)
 
     def matrix(self) -> numpy.ndarray:
         """Everything behind the first axis flattened."""
         return self.values().reshape(self.at.shape[0] if self.at.shape else 1, -1)
+
+
+def _spread(scale: numpy.ndarray, shape: tuple[int, ...]) -> numpy.ndarray:
+    """A scale of 8-bit numbers (one, one a row, one a block) for each of them. Raises ValueError where it does not fit."""
+    if scale.size == 1:
+        return scale.reshape(())
+    if scale.ndim == 1 and scale.shape[0] == shape[0]:
+        scale = scale.reshape(-1, *[1] * (len(shape) - 1))
+    for axis, (size, parts) in enumerate(zip(shape, scale.shape, strict=True)):
+        if size % parts:
+            raise ValueError(scale.shape)
+        scale = scale.repeat(size // parts, axis) if parts > 1 else scale
+    return scale
 
 
 @lru_cache(maxsize=2)

@@ -24,7 +24,7 @@ DEFAULT = "R = 1 + 2Q + 2Q^2 + 2Q^3 + Q^4"
 def config_beside(path: Path) -> dict:
     """PEFT's adapter_config.json, which speaks of the one LoRA in its folder; {} where there is none, or where several files could be meant."""
     beside = path.with_name(CONFIG)
-    if not beside.is_file() or not (path.name.startswith(STEMS) or not _others(path)):
+    if not beside.is_file() or not (path.name.startswith(STEMS) or not others_beside(path)):
         return {}
     found = read_json(beside)
     return found if isinstance(found, dict) else {}
@@ -32,10 +32,10 @@ def config_beside(path: Path) -> dict:
 
 def is_unclear(path: Path) -> bool:
     """Whether an adapter_config.json lies beside `path` and cannot be told to be its own, for other LoRA files lie there too."""
-    return path.with_name(CONFIG).is_file() and not path.name.startswith(STEMS) and bool(_others(path))
+    return path.with_name(CONFIG).is_file() and not path.name.startswith(STEMS) and bool(others_beside(path))
 
 
-def _others(path: Path) -> list[Path]:
+def others_beside(path: Path) -> list[Path]:
     """The other LoRA files in its folder; pickles count by their names alone."""
     found = []
     for other in sorted(path.parent.iterdir()):

@@ -12,9 +12,11 @@ from pathlib import Path
 import torch
 
 from backend.catalog.header import read_layout
+from backend.catalog.peft_config import METADATA
 from backend.engine import Cancelled
 from backend.engine.load import TORCH_DTYPES
-from backend.engine.lora_source import read_pickle
+from backend.engine.lora_faithful import kept_meaning
+from backend.engine.lora_source import open_source, read_pickle
 from backend.schema.messages import Trouble
 
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -118,17 +120,29 @@ def write_metadata(
     on_progress: Progress = nothing,
     should_stop: Stop = never,
 ) -> Path:
-    """`path` with other metadata; its tensors are copied byte for byte."""
+    """`path` with other metadata; its tensors are copied byte for byte. A LoRA whose alpha only the metadata or a configuration beside it
+    says gets it as tensors where the copy would act otherwise (`lora_faithful`)."""
     layout = read_layout(path)
+    added, metadata = kept_meaning(open_source(path), metadata, out)
     total, done = layout.nbytes - layout.data_start, 0
+    entries, reached = dict(layout.entries), total
+    for name, tensor in added.items():
+        entries[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [reached, reached + tensor.nbytes],
+        }
+        reached += tensor.nbytes
     with making(out, overwrite=overwrite) as temporary, path.open("rb") as source, temporary.open("wb") as file:
-        file.write(_head(layout.entries, metadata))
+        file.write(_head(entries, metadata))
         source.seek(layout.data_start)
         while chunk := source.read(CHUNK):
             _check_stop(should_stop)
             file.write(chunk)
             done += len(chunk)
             on_progress(done, total)
+        for tensor in added.values():
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy())
         file.flush()
         os.fsync(file.fileno())
     return out
@@ -149,6 +163,12 @@ def edit_metadata(
         said = {key: value for key, value in said.items() if key == "format"}
     for key in remove:
         said.pop(key, None)
+    if METADATA in remove and METADATA in kept_meaning(open_source(path), said, out or path)[1]:
+        raise Trouble(
+            "bad_value",
+            f"{METADATA} says how the rotations of {path.name} are meant; without it the file would do something else.",
+            hint="Leave it, or remove other keys.",
+        )
     said |= {str(key): str(value) for key, value in (set or {}).items()}
     if out is None:
         return write_metadata(path, path, said, **{**options, "overwrite": True})
@@ -157,7 +177,9 @@ def edit_metadata(
 
 def to_safetensors(path: Path, out: Path | None = None, *, overwrite: bool = False, **options) -> Path:
     """A pickled checkpoint as safetensors, read as weights alone. Shared memory is written once for each name."""
-    tensors = read_pickle(path)
+    tensors, target = read_pickle(path), out or path.with_suffix(".safetensors")
+    added, metadata = kept_meaning(open_source(path), {"format": "pt"}, target)
+    tensors = {**tensors, **added}
     unknown = [name for name, tensor in tensors.items() if tensor.dtype not in NAMES]
     if unknown:
         raise Trouble(
@@ -165,10 +187,10 @@ def to_safetensors(path: Path, out: Path | None = None, *, overwrite: bool = Fal
         )
     shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     return save_stream(
-        out or path.with_suffix(".safetensors"),
+        target,
         shapes,
         lambda name: tensors[name],
-        {"format": "pt"},
+        metadata,
         overwrite=overwrite,
         **options,
     )

@@ -129,9 +129,9 @@ def _balanced(up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def _power_of_two(length: torch.Tensor) -> float:
-    """The power of two nearest to a length above 1; 1 below."""
+    """The power of two nearest to a length; 1 for none."""
     value = float(length)
-    return 2.0 ** round(math.log2(value)) if 1.0 < value < math.inf else 1.0
+    return 2.0 ** round(math.log2(value)) if 0.0 < value < math.inf else 1.0
 
 
 def _zeros(layer: nn.Conv2d) -> bool:

@@ -11,11 +11,13 @@ from backend.engine import lora_files, lora_math
 from backend.engine.lora_book import book_of
 from backend.engine.lora_content import family_for, read_content
 from backend.engine.lora_convert import STORED, base_part, carried, convert, write_contents
+from backend.engine.lora_faithful import check_neighbours
 from backend.engine.lora_files import Progress, Stop, never, nothing
 from backend.engine.lora_source import open_source
 from backend.engine.lora_values import check_metadata, check_out, check_rank, check_share, check_strengths
 from backend.schema.messages import Trouble
 
+MADE_ANEW = ("convert", "merge", "resize", "extract")
 CANCELLED = 1e-6  # of the changes' lengths: what is left of them when they cancel each other
 
 
@@ -30,6 +32,8 @@ def run_tool(values: dict, *, on_progress: Progress = nothing, should_stop: Stop
     if strange:
         raise Trouble("bad_value", f"The tool {values['tool']} has no setting {strange[0]!r}.")
     check_out(settings.get("out"))
+    if settings.get("out"):
+        check_neighbours(Path(settings["out"]), own_meaning=values["tool"] in MADE_ANEW)
     try:
         return tool(**settings, on_progress=on_progress, should_stop=should_stop)
     except TypeError as error:

@@ -7,15 +7,19 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 import torch
 
+from backend.catalog.header import read_layout
+from backend.catalog.peft_config import METADATA, Turning, config_beside, turning_of
 from backend.catalog.text import ends_with, listed
 from backend.engine import light
 from backend.schema.messages import Trouble
 
 _REGEX = re.compile(r"[\\^$*+?()\[\]{}|]")
+TURNING = Turning()  # OFT as PEFT, OneTrainer and ComfyUI have it where nothing is said
 ADAPTER = "default"  # peft's name for it inside the module
 
 
@@ -156,7 +160,8 @@ def _peft_config(section, modules: tuple[str, ...], alpha: float, ranks: dict, a
             oft_block_size=section.lora_rank,
             module_dropout=dropout,
             init_weights=True,
-            use_cayley_neumann=False,
+            use_cayley_neumann=not TURNING.exact,
+            num_cayley_neumann_terms=TURNING.terms,
             inference_mode=False,
         )
     if kind in ("lora", "dora", "rslora"):
@@ -194,6 +199,38 @@ def _key(adapter: Adapter, name: str) -> str:
     """How the weight `part.parameter` is called in a file."""
     key = name.removeprefix(f"{adapter.part}.").replace(f".{ADAPTER}", "")
     return key.removesuffix(".weight") if "lora_magnitude_vector" in key else key
+
+
+def peft_metadata(adapter: Adapter, family: ModuleType) -> dict[str, str]:
+    """How an OFT's rotations are meant, as fields of PEFT's OFTConfig; nothing for kinds whose tensors say all."""
+    if adapter.algorithm != "oft":
+        return {}
+    fields = {
+        **TURNING.fields(),
+        "r": 0,
+        "oft_block_size": adapter.rank,
+        "block_share": False,
+        "target_modules": sorted(adapter.modules),
+    }
+    part = adapter.part if adapter.part.startswith("text_encoder") else family.PARTS[adapter.part].folder
+    return {METADATA: json.dumps({f"{part}.{key}": value for key, value in fields.items()})}
+
+
+def load_file_adapter(adapter: Adapter, weights: dict[str, torch.nn.Parameter], path: Path) -> int:
+    """`load_adapter` from a file. Raises Trouble too where its rotations (OFT) are meant otherwise than this run's."""
+    from safetensors.torch import load_file
+
+    if adapter.algorithm == "oft":
+        component = "dit" if adapter.part == "dit" else adapter.part
+        theirs = turning_of(read_layout(path).metadata, config_beside(path), component, path.name)
+        if theirs.fields() != TURNING.fields():
+            how = "Cayley's map" if theirs.exact else f"a series of {theirs.terms} terms"
+            raise Trouble(
+                "bad_value",
+                f"The rotations in {path.name} are meant by {how}{', projected' if theirs.projected else ''}; this run's are not.",
+                hint="Begin anew, or bake the file into the model and train on that.",
+            )
+    return load_adapter(adapter, weights, load_file(path))
 
 
 def load_adapter(adapter: Adapter, weights: dict[str, torch.nn.Parameter], stored: dict[str, torch.Tensor]) -> int:

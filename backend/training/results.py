@@ -11,7 +11,7 @@ import torch
 from backend import __version__
 from backend.schema.knobs import to_values
 from backend.training import shards
-from backend.training.adapters import adapter_state
+from backend.training.adapters import adapter_state, peft_metadata
 from backend.training.base import part_digest
 from backend.training.frozen import listed_paths
 from backend.training.run import Run
@@ -66,6 +66,7 @@ def result_metadata(run: Run, *, step: int, epoch: int) -> dict[str, str]:
             "part": run.adapter.part,
             "rank": str(run.adapter.rank),
             "alpha": str(max(alpha)),
+            **peft_metadata(run.adapter, run.base.family),
             "targets": ",".join(sorted({_kind(name) for name in run.adapter.modules})),
         }
     return metadata

@@ -39,11 +39,26 @@ def restore(run, total_steps: int) -> int:
             f"The run is already complete: it has made {state.step} of {total_steps} steps.",
             hint="Raise --num_epochs or --max_steps to train on.",
         )
+    _check_turning(run, state)
     _take(run, state)
     run.reporter.rewind(state.step)
     run.reporter.event("resumed", step=state.step, **_receipt(run, state))
     run.reporter.say(f"Going on from step {state.step}.")
     return state.step
+
+
+def _check_turning(run, state) -> None:
+    """Raises Trouble for a state of an OFT whose rotations are meant otherwise: its numbers would turn the other way."""
+    if run.adapter is None or run.adapter.algorithm != "oft":
+        return
+    from backend.training.saving import facts
+
+    if state.facts.get("turning") != facts(run)["turning"]:
+        raise Trouble(
+            "bad_value",
+            "The saved state holds an OFT by Cayley's map, as earlier versions trained it; this one trains PEFT's default series.",
+            hint="Begin anew. Results of that run are read as they were meant.",
+        )
 
 
 @torch.no_grad()
@@ -133,9 +148,9 @@ def _weights_only(run, path: Path) -> None:
     from safetensors.torch import load_file
 
     if run.adapter:
-        from backend.training.adapters import load_adapter
+        from backend.training.adapters import load_file_adapter
 
-        load_adapter(run.adapter, run.weights, load_file(path))
+        load_file_adapter(run.adapter, run.weights, path)
         _begin_beside(run)
         return
     stored, prefix = load_file(path), run.config.output.remove_prefix_in_ckpt

@@ -9,6 +9,7 @@ from pathlib import Path
 from backend.schema.knobs import to_values
 from backend.schema.messages import Trouble
 from backend.training import shards
+from backend.training.adapters import TURNING
 from backend.training.checkpoint import State, list_states, prune_states, random_state, save_result, save_state
 from backend.training.lower import attempt
 from backend.training.results import result_metadata, result_tensors
@@ -115,4 +116,7 @@ def facts(run: Run) -> dict:
         *[f"{item.digest}|{item.captions}|{item.weight}" for item in run.source.items],
         *[one.digest for item in run.source.items for one in item.edits],
     )
-    return {"config": to_values(run.config), "processes": run.accelerator.num_processes, "pictures": pictures}
+    found = {"config": to_values(run.config), "processes": run.accelerator.num_processes, "pictures": pictures}
+    if run.adapter and run.adapter.algorithm == "oft":
+        found["turning"] = TURNING.fields()
+    return found

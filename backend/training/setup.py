@@ -13,7 +13,7 @@ from backend.engine import placement
 from backend.engine.lora import Adapters
 from backend.schema.messages import Trouble
 from backend.training import shards, stored
-from backend.training.adapters import Adapter, add_adapter, load_adapter
+from backend.training.adapters import Adapter, add_adapter, load_file_adapter
 from backend.training.attention import plain_on_cpu
 from backend.training.base import DTYPES, Base, find_base, load_parts
 from backend.training.batches import Batch
@@ -361,6 +361,4 @@ def _without_gradient(learner: Learner, source: Source, config, accelerator) -> 
 
 
 def _begin_from(learner: Learner, adapter: Adapter, path: Path) -> None:
-    from safetensors.torch import load_file
-
-    load_adapter(adapter, named_trainable(learner), load_file(path))
+    load_file_adapter(adapter, named_trainable(learner), path)
