@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from backend.catalog.header import LARGEST, Header, damaged
 from backend.catalog.spec import TensorAt
+from backend.schema.messages import Trouble
 
 # type number -> (name, elements of a block, bytes of a block)
 BLOCKS = {
@@ -45,7 +46,15 @@ BLOCKS = {
     28: ("F64", 1, 8),
     29: ("GGUF_IQ1_M", 256, 56),
     30: ("BF16", 1, 2),
+    34: ("GGUF_TQ1_0", 256, 54),
+    35: ("GGUF_TQ2_0", 256, 66),
+    39: ("GGUF_MXFP4", 32, 17),
+    40: ("GGUF_NVFP4", 64, 36),
+    41: ("GGUF_Q1_0", 128, 18),
 }
+NOT_READ = tuple(
+    f"GGUF_IQ{kind}" for kind in ("1_S", "1_M", "2_XXS", "2_XS", "2_S", "3_XXS", "3_S")
+)  # codebooks of ggml's
 SCALARS = {0: "B", 1: "b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "?", 10: "<Q", 11: "<q", 12: "<d"}
 STRING, ARRAY = 8, 9
 MOST_ENTRIES = 1_000_000
@@ -88,7 +97,11 @@ def _description(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
 
 def _located(reader: _Reader, start: int, name: str, shape: tuple, kind: int, offset: int, values: dict) -> TensorAt:
     if kind not in BLOCKS:
-        raise damaged(reader.path, f"stores tensor {name[:120]!r} in the unknown type {kind}.")
+        raise Trouble(
+            "not_supported",
+            f"{reader.path.name} stores {name[:120]} in the GGUF type {kind}, which is not known here.",
+            hint="Take another file of this model.",
+        )
     dtype, block, nbytes = BLOCKS[kind]
     elements = math.prod(shape)
     if elements % block:

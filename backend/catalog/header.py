@@ -68,6 +68,11 @@ def as_long_as(lengths: Mapping[Path, int]) -> Iterator[None]:
         _LENGTHS.reset(token)
 
 
+def is_far(path: Path) -> bool:
+    """Whether only the header of `path` is on this machine (within `as_long_as`): its tensors cannot be read."""
+    return path in (_LENGTHS.get() or {})
+
+
 def read_header(path: str | os.PathLike) -> Header:
     """The header of a safetensors or GGUF file, or of a zipped PyTorch checkpoint.
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from backend.catalog.forms.evidence import together
 from backend.catalog.header import read_header
 from backend.catalog.lora_kind import PICKLES
 from backend.catalog.parts import read_json
@@ -103,12 +104,10 @@ def groups(files: list[Path]) -> Iterable[tuple[Path, ...]]:
 
 
 def heap_of(files: Sequence[Path]) -> Heap:
-    tensors, metadata = {}, {}
-    for path in files:
-        header = read_header(path)
+    tensors, headers = {}, [read_header(path) for path in files]
+    for header in headers:
         tensors.update(header.tensors)
-        metadata.update(header.metadata)
-    return Heap(tuple(files), files[0].parent, tensors, metadata)
+    return Heap(tuple(files), files[0].parent, tensors, together(header.metadata for header in headers))
 
 
 def merged(heaps: list[Heap]) -> list[Heap]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from backend.catalog import beside
+from backend.catalog.forms import understood
 from backend.catalog.heaps import WEIGHTS, Heap, component_files, groups, heap_of, indexed, merged, walk
 from backend.catalog.lora_kind import identify_lora, is_adapter
 from backend.catalog.parts import Found, find_parts, read_json
@@ -23,7 +24,6 @@ __all__ = ["identify_files", "identify_lora", "identify_model"]
 
 STRANGERS = (  # what else there is, by a name that only it has
     (r"(?:^|\.)(?:control_model|controlnet_\w+|control_layers)\.", "a ControlNet"),
-    (r"(?:^|\.)qweight$", "stored as SVDQuant (nunchaku) or GPTQ"),
     (r"(?:^|\.)distilled_guidance_layer\.", "Chroma"),
     (r"(?:^|\.)individual_token_refiner\.", "HunyuanVideo"),
     (r"(?:^|\.)input_blocks\.0\.0\.weight$", "a Stable Diffusion checkpoint in its original layout"),
@@ -115,6 +115,9 @@ def _find(heap: Heap, families: tuple[ModuleType, ...]) -> list[Found]:
 
 def _stranger(heap: Heap) -> Trouble:
     name = heap.files[0].name
+    refused = understood(heap.tensors, heap.metadata, beside.read_object(heap.folder / "config.json")).refused
+    if refused:
+        return next(iter(refused.values()))
     if is_adapter(heap.tensors):
         return Trouble("not_recognised", f"{name} is a LoRA, not a model.", hint="Put it among the LoRA files.")
     for pattern, what in STRANGERS:

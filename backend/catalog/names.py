@@ -136,7 +136,11 @@ def _rows_of(at: TensorAt, share: tuple[int, int, int], swapped: bool) -> Tensor
     start, stop, whole = share
     if share == (0, 1, 1) or not at.shape or at.shape[0] % whole:
         return replace(at, swapped=swapped)
-    rows, row_bytes = at.shape[0] // whole, at.nbytes // at.shape[0]
+    rows = at.shape[0] // whole
+    if at.packed is not None:  # dequantized whole, then cut
+        shape = ((stop - start) * rows, *at.shape[1:])
+        return replace(at, shape=shape, swapped=swapped, packed=replace(at.packed, rows=(start * rows, stop * rows)))
+    row_bytes = at.nbytes // at.shape[0]
     return replace(
         at,
         shape=((stop - start) * rows, *at.shape[1:]),

@@ -10,8 +10,9 @@ from pathlib import Path
 from types import ModuleType
 
 from backend.catalog.family import NameMap, Part, Signature
+from backend.catalog.forms import Stored, check_complete, understood
+from backend.catalog.forms.evidence import CONFIG
 from backend.catalog.names import own_tensors
-from backend.catalog.scales import split_scales
 from backend.catalog.spec import PartSpec, TensorAt
 from backend.schema.messages import Trouble
 
@@ -47,19 +48,20 @@ def find_parts(
     folder: Path | None = None,
     only: str | None = None,
 ) -> list[Found]:
-    """Every part that `tensors` hold, one entry a (family, part); the most particular variant wins. `only`: that part alone.
+    """Every part that `tensors` (as stored) hold, one entry a (family, part); the most particular variant wins. `only`: that part alone.
 
     `folder` may hold a config.json with the sizes; without one they are taken from the shapes.
     """
     found = []
+    stored = understood(tensors, metadata, _settings(folder))
     for family in families:
         for name, part in family.PARTS.items():
             if only not in (None, name):
                 continue
-            match = _best_match(tensors, family, name)
+            match = _best_match(stored.tensors, family, name)
             if match:
                 signature, prefix = match
-                spec = _part_spec(tensors, metadata, family, part, signature, prefix, folder)
+                spec = _part_spec(stored, family, part, signature, prefix, folder)
                 found.append(Found(family, signature, prefix, spec))
     return found
 
@@ -104,21 +106,32 @@ def _measures(at: TensorAt | None, shape: tuple[int | None, ...]) -> bool:
     return all(want in (None, have) for want, have in zip(shape, at.shape, strict=True))
 
 
+def _settings(folder: Path | None) -> dict | None:
+    """The config.json beside the files; one that cannot be read is told by `_config`, where it is needed."""
+    try:
+        return read_json(folder / "config.json") if folder else None
+    except Trouble:
+        return None
+
+
 def _part_spec(
-    tensors: Mapping[str, TensorAt],
-    metadata: Mapping[str, str],
+    stored: Stored,
     family: ModuleType,
     part: Part,
     signature: Signature,
     prefix: str,
     folder: Path | None,
 ) -> PartSpec:
-    cut = {key[len(prefix) :]: at for key, at in tensors.items() if key.startswith(prefix)}
+    cut = {key[len(prefix) :]: at for key, at in stored.tensors.items() if key.startswith(prefix)}
     strays = (*part.unused, *NOT_A_PART)
     cut = {name: at for name, at in cut.items() if not name.startswith(strays) and ".lora_" not in name}
     if not prefix:
         cut = {name: at for name, at in cut.items() if not _of_another_part(name, family, signature.part)}
-    weights, scales = split_scales(cut, metadata)
+    for name in cut:
+        if prefix + name in stored.refused:
+            raise stored.refused[prefix + name]
+    weights, scales = cut, {name: stored.scales[prefix + name] for name in cut if prefix + name in stored.scales}
+    check_complete(weights, scales)
     if signature.dialect:
         dialect = next(
             found for found in family.NAME_MAPS if found.dialect == signature.dialect and found.part == signature.part
@@ -188,7 +201,7 @@ def _config(family: ModuleType, part: Part, name: str, weights: dict[str, Tensor
     if said is not None and _belongs(said, part):
         inner = said.get(part.config_key) if part.config_key else None
         chosen = inner if isinstance(inner, dict) else said
-        return {key: value for key, value in chosen.items() if not key.startswith("_")}
+        return {key: value for key, value in chosen.items() if not key.startswith("_") and key != CONFIG}
     from_shapes = getattr(family, "config_from_shapes", None)
     shapes = {key: at.shape for key, at in weights.items()}
     try:

@@ -9,10 +9,10 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import ModuleType
 
-from backend.catalog.spec import LoraSpec, ModelSpec, PartSpec, TensorAt
+from backend.catalog.spec import LoraSpec, ModelSpec, Packed, PartSpec, TensorAt
 from backend.schema.messages import Trouble, trouble_from_values
 
-VERSION = 4  # of what is remembered: raised when recognition changes
+VERSION = 5  # of what is remembered: raised when recognition changes
 PLACES = ("path", "tokenizer", "processor")  # fields of a ModelSpec that are paths
 
 
@@ -128,10 +128,15 @@ def _part_values(part: PartSpec) -> dict:
     places = {file: number for number, file in enumerate(files)}
 
     def rows(tensors: Mapping[str, TensorAt]) -> list:
-        return [
-            [name, places.get(at.file, str(at.file)), at.key, at.dtype, at.shape, at.start, at.end, at.swapped]
-            for name, at in tensors.items()
-        ]
+        return [[name, *row(at)] for name, at in tensors.items()]
+
+    def row(at: TensorAt) -> list:
+        values = [places.get(at.file, str(at.file)), at.key, at.dtype, at.shape, at.start, at.end, at.swapped]
+        if at.packed is None:
+            return values
+        made = at.packed
+        pieces = [[role, *row(piece)] for role, piece in made.pieces]
+        return [*values, [made.form, pieces, made.settings, made.whole, made.rows]]
 
     plain = {key: value for key, value in asdict(replace(part, tensors={}, scales={})).items() if key != "folder"}
     return {
@@ -147,12 +152,20 @@ def _part_from_values(values: dict) -> PartSpec:
     files = [Path(file) for file in values.pop("files")]
 
     def tensors(rows: list) -> dict[str, TensorAt]:
-        return {
-            name: TensorAt(
-                files[file] if isinstance(file, int) else Path(file), key, dtype, tuple(shape), start, end, swapped
-            )
-            for name, file, key, dtype, shape, start, end, swapped in rows
-        }
+        return {name: tensor(*row) for name, *row in rows}
+
+    def tensor(file, key, dtype, shape, start, end, swapped, made=None) -> TensorAt:
+        path = files[file] if isinstance(file, int) else Path(file)
+        return TensorAt(path, key, dtype, tuple(shape), start, end, swapped, None if made is None else packed(*made))
+
+    def packed(form, pieces, settings, whole, rows) -> Packed:
+        return Packed(
+            form,
+            tuple((role, tensor(*row)) for role, *row in pieces),
+            tuple((name, value) for name, value in settings),
+            tuple(whole),
+            None if rows is None else tuple(rows),
+        )
 
     folder = values.pop("folder")
     read = {"tensors": tensors(values.pop("tensors")), "scales": tensors(values.pop("scales"))}

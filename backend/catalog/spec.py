@@ -17,10 +17,33 @@ class TensorAt:
     start: int  # absolute offset of the first byte in the file
     end: int
     swapped: bool = False  # the two halves of its rows are to change places
+    packed: Packed | None = None  # how its numbers are made, where they are not simply stored
 
     @property
     def nbytes(self) -> int:
+        """Bytes in the file: of every tensor that its numbers are made from."""
+        if self.packed is not None:
+            return sum(at.nbytes for _, at in self.packed.pieces)
         return self.end - self.start
+
+    @property
+    def pieces(self) -> tuple[TensorAt, ...]:
+        """The stored tensors that its numbers are made from; itself, for a plain one."""
+        return (self,) if self.packed is None else tuple(at for _, at in self.packed.pieces)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A quantized weight: its form (`backend.catalog.forms`), the stored tensors that it is made from, and the form's settings.
+
+    `whole` is the shape of what is dequantized, `rows` which of its rows the tensor is (None: all).
+    """
+
+    form: str
+    pieces: tuple[tuple[str, TensorAt], ...]  # role in the form -> where
+    settings: tuple[tuple[str, object], ...] = ()
+    whole: tuple[int, ...] = ()
+    rows: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -41,7 +64,7 @@ class PartSpec:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        return tuple(sorted({at.file for at in self.tensors.values()}))
+        return tuple(sorted({piece.file for at in self.tensors.values() for piece in at.pieces}))
 
 
 @dataclass(frozen=True)

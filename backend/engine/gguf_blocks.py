@@ -14,6 +14,8 @@ import torch
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # the 16 levels of the IQ4 types
 
+_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # of 4-bit floats, doubled
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -152,6 +154,55 @@ def _iq4_xs(blocks):
     return scales[:, :, None] * _level(torch.cat([sixteen & 15, sixteen >> 4], dim=2))
 
 
+def _mxfp4(blocks):
+    """One E8M0 exponent (2 ** (e - 127)) and 32 numbers of e2m1; `_E2M1` holds these doubled, so the factor is halved."""
+    factor = torch.ldexp(torch.ones_like(blocks[:, :1], dtype=torch.float32), blocks[:, :1].int() - 128)
+    return factor * _doubled(_halves(blocks[:, 1:]))
+
+
+def _nvfp4(blocks):
+    """Four unsigned e4m3 factors of 16 numbers of e2m1 each."""
+    codes = blocks[:, :4] & 127
+    factors = codes.view(torch.float8_e4m3fn).float().masked_fill(codes == 127, 0.0) / 2
+    pairs = blocks[:, 4:].reshape(-1, 4, 8)
+    return factors[:, :, None] * _doubled(torch.cat([pairs & 15, pairs >> 4], dim=2))
+
+
+def _doubled(codes: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(_E2M1, dtype=torch.float32, device=codes.device)[codes.long()]
+
+
+def _tq1_0(blocks):
+    """Digits of base 3 (-1, 0, 1), five or four a byte: byte x 3 / 256 is the first, and so on."""
+    runs = [
+        _ternary(blocks[:, start:end], count, width)
+        for start, end, count, width in ((0, 32, 5, 32), (32, 48, 5, 16), (48, 52, 4, 4))
+    ]
+    return _half(blocks, 52) * torch.cat(runs, dim=1)
+
+
+def _ternary(values: torch.Tensor, count: int, width: int) -> torch.Tensor:
+    powers = torch.tensor([3**place for place in range(count)], dtype=torch.int32, device=values.device)
+    rest = (values.int().reshape(-1, 1, width) * powers[:, None]) & 255
+    return ((rest * 3 >> 8) - 1).flatten(1).float()
+
+
+def _tq2_0(blocks):
+    return _half(blocks, 64) * (_pairs(blocks[:, :64]).permute(0, 1, 3, 2).flatten(1).float() - 1)
+
+
+def _q1_0(blocks):
+    return _half(blocks, 0) * (_bits(blocks[:, 2:]).float() * 2 - 1)
+
+
+def _q8_1(blocks):
+    return _half(blocks, 0) * _signed(blocks[:, 4:]).float()
+
+
+def _q8_k(blocks):
+    return blocks[:, :4].contiguous().view(torch.float32) * _signed(blocks[:, 4:260]).float()
+
+
 # type -> (numbers in a block, its bytes, how it is read)
 TYPES: dict[str, tuple[int, int, Callable[[torch.Tensor], torch.Tensor]]] = {
     "GGUF_Q4_0": (32, 18, _q4_0),
@@ -166,4 +217,11 @@ TYPES: dict[str, tuple[int, int, Callable[[torch.Tensor], torch.Tensor]]] = {
     "GGUF_Q5_K": (256, 176, _q5_k),
     "GGUF_Q6_K": (256, 210, _q6_k),
     "GGUF_IQ4_XS": (256, 136, _iq4_xs),
+    "GGUF_MXFP4": (32, 17, _mxfp4),
+    "GGUF_NVFP4": (64, 36, _nvfp4),
+    "GGUF_TQ1_0": (256, 54, _tq1_0),
+    "GGUF_TQ2_0": (256, 66, _tq2_0),
+    "GGUF_Q1_0": (128, 18, _q1_0),
+    "GGUF_Q8_1": (32, 36, _q8_1),
+    "GGUF_Q8_K": (256, 292, _q8_k),
 }

@@ -17,26 +17,12 @@ from torch.overrides import TorchFunctionMode
 
 from backend.catalog.spec import PartSpec, TensorAt
 from backend.engine import light, shortage
+from backend.engine.dequantize import TORCH_DTYPES, Dequantizer, pieces_of
 from backend.engine.gguf_blocks import TYPES, Blocks
 from backend.schema.classes import class_of
 from backend.schema.messages import Trouble
 
 NETWORK_PACKAGES = ("diffusers.models", "transformers.models")  # whose classes may be built
-TORCH_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 def load_part(
@@ -61,14 +47,14 @@ def load_part(
     for name, at in part.tensors.items():
         if name not in own:  # markers, and what merged files carry along
             continue
-        stored = tensor = view(at, maps[at.file])
+        stored = tensor = view(at, maps[at.file]) if at.packed is None else read_tensor(at)
         if name in part.scales:
-            tensor = _unscaled(tensor, read_tensor(part.scales[name]), dtype or torch.bfloat16)
+            tensor = _unscaled(tensor, read_factor(part.scales[name]), dtype or torch.bfloat16)
         if tensor.is_floating_point():
             tensor = tensor.to(device=device, dtype=dtype or tensor.dtype)
         else:
             tensor = tensor.to(device)
-        if tensor is not stored:
+        if tensor is not stored and at.packed is None:
             let_go(at, maps[at.file])
         assign(module, name, tensor)
         done += at.nbytes
@@ -152,6 +138,15 @@ def _check(module: torch.nn.Module, part: PartSpec) -> None:
             hint="Is every file of the model there? Download it again if so.",
             detail="\n".join(missing),
         )
+    for name, tensor in module.state_dict().items():
+        at = part.tensors[name]
+        plain = name not in part.scales and blocks_of(at) is None
+        if plain and tensor.is_floating_point() and not _dtype(at).is_floating_point:
+            raise Trouble(
+                "not_supported",
+                f"{at.file.name} stores {name} as {at.dtype}, and nothing says what numbers these codes are.",
+                hint="Take the bf16 file of this model instead.",
+            )
     for name, shape in wanted.items():
         if shape != tuple(part.tensors[name].shape):
             raise Trouble(
@@ -179,7 +174,10 @@ def open_maps(files: Iterable[Path]) -> dict[Path, mmap.mmap]:
 
 
 def view(at: TensorAt, mapped: mmap.mmap) -> torch.Tensor:
-    """The tensor at `at` as a view of its mapped file (a copy only where the file does not align it, and of ggml's blocks their numbers)."""
+    """The tensor at `at` as a view of its mapped file (a copy only where the file does not align it, and of ggml's blocks their numbers).
+
+    Not for quantized weights of several pieces (`read_tensor`), which may lie in several files."""
+    assert at.packed is None, "made from several tensors"
     blocks = blocks_of(at)
     if blocks is not None:
         return _in_order(blocks.decode(view(as_bytes(at), mapped)), at)
@@ -202,6 +200,9 @@ def _in_order(tensor: torch.Tensor, at: TensorAt) -> torch.Tensor:
 def read_tensor(at: TensorAt, scale: TensorAt | None = None) -> torch.Tensor:
     """The tensor at `at` in memory of its own; with `scale`, its 8-bit codes times the factor, as float32."""
     blocks = blocks_of(at)
+    if at.packed is not None:
+        raw = torch.cat([read_tensor(as_bytes(piece)) for _, piece in pieces_of(at)])
+        return _in_order(blocks.decode(raw), at)
     if blocks is not None:
         return _in_order(blocks.decode(read_tensor(as_bytes(at))), at)
     tensor = torch.empty(at.shape, dtype=_dtype(at))
@@ -212,25 +213,31 @@ def read_tensor(at: TensorAt, scale: TensorAt | None = None) -> torch.Tensor:
         if got != at.nbytes:
             raise Trouble("damaged", f"{at.file} ends before its tensor {at.key}.", hint="Download it again.")
     tensor = _in_order(tensor, at)
-    return tensor if scale is None else _unscaled(tensor, read_tensor(scale), torch.float32)
+    return tensor if scale is None else _unscaled(tensor, read_factor(scale), torch.float32)
+
+
+def read_factor(at: TensorAt) -> torch.Tensor:
+    """The factor of scaled codes, float32: one number, or one a row. Raises Trouble("not_finite")."""
+    scale = read_tensor(at).float()
+    if not bool(torch.isfinite(scale).all()):
+        raise Trouble(
+            "not_finite",
+            f"{at.key} in {at.file.name}, a factor of 8-bit weights, is NaN or infinite.",
+            hint="The model's file is damaged.",
+        )
+    return scale
 
 
 def _unscaled(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    scale = scale.float()
-    if not bool(torch.isfinite(scale).all()):
-        raise Trouble(
-            "not_finite", "A factor of an 8-bit weight is NaN or infinite.", hint="The model's file is damaged."
-        )
-    if scale.ndim == 2 and scale.shape[1] > 1:  # one factor a block
-        rows, columns = (size // parts for size, parts in zip(codes.shape, scale.shape, strict=True))
-        scale = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-    elif scale.numel() > 1:  # one factor a row
+    if scale.numel() > 1:  # one factor a row
         scale = scale.reshape(-1, *[1] * (codes.ndim - 1))
     return codes.float().mul_(scale).to(dtype)
 
 
-def blocks_of(at: TensorAt) -> Blocks | None:
-    """How the numbers of a tensor in ggml's blocks are read; None for plain ones."""
+def blocks_of(at: TensorAt) -> Blocks | Dequantizer | None:
+    """How the numbers of a quantized tensor are made from its bytes; None for plain ones."""
+    if at.packed is not None:
+        return Dequantizer(at)
     if at.dtype not in TYPES:
         return None
     found = Blocks(at.dtype, tuple(at.shape))

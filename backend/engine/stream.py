@@ -17,6 +17,7 @@ import torch
 
 from backend.catalog.spec import TensorAt
 from backend.engine import memory, shortage
+from backend.engine.dequantize import pieces_of
 from backend.schema.messages import Trouble
 
 ALIGNMENT = 256  # bytes: whole cache lines; and cuBLAS chooses its kernels by alignments up to this, so weights in a buffer compute as others do
@@ -101,8 +102,14 @@ def spans_of(tensors: Sequence[TensorAt], layout: Layout) -> tuple[Span, ...]:
                 f"{at.file.name} holds {at.nbytes} bytes for {at.key}, but its shape and dtype need {field.nbytes}.",
                 hint="Download it again.",
             )
-    pairs = zip(tensors, layout.fields)
-    return tuple(Span(at.file, at.start, field.offset, field.nbytes) for at, field in pairs if field.nbytes)
+    spans = []
+    for at, field in zip(tensors, layout.fields):
+        offset = field.offset
+        for piece in [at] if at.packed is None else [piece for _, piece in pieces_of(at)]:
+            if piece.nbytes:
+                spans.append(Span(piece.file, piece.start, offset, piece.nbytes))
+            offset += piece.nbytes
+    return tuple(spans)
 
 
 def cut(spans: Iterable[Span], piece_bytes: int) -> list[tuple[int, int, tuple[Span, ...]]]:

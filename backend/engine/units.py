@@ -16,8 +16,9 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from backend.catalog.spec import PartSpec, TensorAt
+from backend.engine.dequantize import Dequantizer
 from backend.engine.gguf_blocks import Blocks
-from backend.engine.load import TORCH_DTYPES, blocks_of, move_rest, read_tensor
+from backend.engine.load import TORCH_DTYPES, blocks_of, move_rest, read_factor
 from backend.engine.quantize import cast, has_special, is_float8, store
 from backend.engine.states import State
 from backend.engine.stream import Layout, Span, lay_out, spans_of
@@ -63,7 +64,7 @@ class Source:
     are no finite number (None: nobody has looked)."""
 
     layout: Layout
-    factors: tuple[float | torch.Tensor | Blocks, ...]
+    factors: tuple[float | torch.Tensor | Blocks | Dequantizer, ...]
     special: list[bool | None]
 
 
@@ -190,7 +191,7 @@ def _make_unit(position, group, block, module, part, targets, computing) -> Unit
 
 
 def _stored(at: TensorAt) -> tuple[torch.dtype, tuple[int, ...]]:
-    """The dtype and shape that a tensor has in its file; of one in ggml's blocks those of its bytes."""
+    """The dtype and shape that a tensor has in its file; of a quantized one those of its bytes."""
     if at.swapped:
         raise Trouble(
             "not_supported",
@@ -210,16 +211,10 @@ def _computed_dtype(stored: torch.dtype, part: PartSpec, name: str, computing: t
     return computing if floats else stored
 
 
-def _factor(part: PartSpec, name: str) -> float | torch.Tensor | Blocks:
+def _factor(part: PartSpec, name: str) -> float | torch.Tensor | Blocks | Dequantizer:
     if name not in part.scales:
         return blocks_of(part.tensors[name]) or 1.0
-    scale = read_tensor(part.scales[name]).to(torch.float32)
-    if scale.ndim == 2 and scale.shape[1] > 1:
-        raise Trouble(
-            "not_supported",
-            f"{part.scales[name].file.name} keeps one factor a block for {name}, so it cannot be read piece by piece.",
-            hint="Load this part plainly, or take the bf16 file of this model.",
-        )
+    scale = read_factor(part.scales[name])
     return float(scale) if scale.numel() == 1 else scale.reshape(-1)
 
 
@@ -242,11 +237,14 @@ def _is_matrix(targets: tuple[tuple[nn.Module, str], ...]) -> bool:
 
 
 def convert(
-    source: torch.Tensor, target: torch.Tensor, factor: float | torch.Tensor | Blocks, special: bool | None
+    source: torch.Tensor,
+    target: torch.Tensor,
+    factor: float | torch.Tensor | Blocks | Dequantizer,
+    special: bool | None,
 ) -> tuple[float | torch.Tensor, bool]:
     """Writes `source` x `factor` to `target` in the latter's dtype. Answers what `target` must still be multiplied with, and whether
     it has codes that are no finite number."""
-    if isinstance(factor, Blocks):
+    if isinstance(factor, Blocks | Dequantizer):
         source, factor = factor.decode(source), 1.0
     if source.dtype == target.dtype:
         target.copy_(source)

@@ -139,7 +139,6 @@ def eight_bit(dit: dict, extra, *, dtype="F8_E4M3") -> dict:
         (lambda shape: {"weight_scale": ("F32", ()), "input_scale": ("F32", ())}, {}),
         (lambda shape: {"weight_scale": ("F32", (shape[0],))}, {}),
         (lambda shape: {"weight_scale": ("BF16", (shape[0], 1))}, {}),
-        (lambda shape: {"weight_scale": ("F32", (shape[0] // 32, shape[1] // 32))}, {}),
     ],
 )
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
@@ -149,6 +148,15 @@ def test_scaled_eight_bit(extra, marker, prefix, dit, tmp_path):
     matrices = [name for name, at in part.tensors.items() if at.dtype == "F8_E4M3"]
     assert set(part.tensors) == set(dit) and set(part.scales) == set(matrices) and len(matrices) > 70
     assert part.storage == "float8_e4m3fn"
+
+
+def test_factors_of_blocks(dit, tmp_path):
+    tensors = eight_bit(dit, lambda shape: {"weight_scale": ("F32", (shape[0] // 32, shape[1] // 32))})
+    part = identify_model(write_file(tmp_path / "fp8.safetensors", tensors), FAMILIES).parts["dit"]
+    assert {name: at.shape for name, at in part.tensors.items()} == {name: shape for name, (_, shape) in dit.items()}
+    made = [at for at in part.tensors.values() if at.packed is not None]
+    assert len(made) > 70 and part.storage == "FP8 in blocks" and not part.scales
+    assert all(at.nbytes == at.shape[0] * at.shape[1] * (1 + 4 / 32**2) for at in made)
 
 
 def test_plain_casts_have_no_scales(dit, tmp_path):
@@ -168,7 +176,7 @@ def test_plain_casts_have_no_scales(dit, tmp_path):
         (lambda shape: {"mystery": ("F32", ())}, "F8_E4M3", "mystery"),
         (lambda shape: {"weight_scale": ("F32", ()), "zero_point": ("I8", ())}, "I8", "zero"),
         (lambda shape: {"weight_scale": ("F32", (2, 3))}, "F8_E4M3", "shape"),
-        (lambda shape: {"weight_scale": ("F8_E4M3", (shape[0], 2)), "weight_scale_2": ("F32", ())}, "U8", "nvfp4"),
+        (lambda shape: {"weight_scale": ("F8_E4M3", (shape[0], 2)), "weight_scale_2": ("F32", ())}, "U8", "NVFP4"),
         (lambda shape: {"absmax": ("F32", (3,)), "quant_map": ("F32", (16,))}, "U8", "bitsandbytes"),
         (lambda shape: {}, "I8", "without a factor"),
         (lambda shape: {"weight.scale": ("F32", ())}, "F8_E4M3", "weight.scale"),
@@ -203,7 +211,8 @@ def comfy_quant(path, words: bytes):
     [
         (b'{"format": "float8_e4m3fn"}', True),
         (b'{"format": "float8_e4m3fn", "full_precision_matrix_mult": true}', True),
-        (b'{"format": "int8_tensorwise", "convrot": false, "convrot_groupsize": 256}', True),
+        (b'{"format": "float8_e4m3fn", "group_size": null, "orig_dtype": "torch.bfloat16"}', True),
+        (b'{"format": "int8_tensorwise", "convrot": false, "convrot_groupsize": 256}', False),
         (b'{"format": "int8_tensorwise", "convrot": true, "convrot_groupsize": 256}', False),
         (b'{"format": "nvfp4"}        ', False),
         (b"{broken                    ", False),
@@ -224,7 +233,7 @@ def test_the_newer_marker_of_comfyui(words, fine, dit, tmp_path):
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
 @pytest.mark.parametrize(
     ("entry", "words"),
-    [({"format": "mxfp8"}, "mxfp8"), ({"format": "int8_tensorwise", "convrot": True}, "convrot")],
+    [({"format": "mxfp8"}, "MXFP8"), ({"format": "int8_tensorwise", "convrot": True}, "ConvRot")],
 )
 def test_a_format_named_in_the_metadata(entry, words, prefix, dit, tmp_path):
     tensors = eight_bit(dit, lambda shape: {"weight_scale": ("F32", ())})

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from backend.catalog.gguf import BLOCKS, NOT_READ
 from backend.engine.gguf_blocks import TYPES, Blocks
 from backend.pipelines import ModelConfig, QwenImagePipeline
 from backend.schema.messages import Trouble
@@ -23,6 +24,9 @@ SCALES = {
     "GGUF_Q5_1": (0, 2),
     "GGUF_Q4_K": (0, 2),
     "GGUF_Q5_K": (0, 2),
+    "GGUF_TQ1_0": (52,),
+    "GGUF_TQ2_0": (64,),
+    **dict.fromkeys(("GGUF_MXFP4", "GGUF_NVFP4", "GGUF_Q8_K"), ()),
 }
 
 
@@ -82,6 +86,27 @@ def number(kind: str, b: bytes, i: int) -> float:
         low = b[64 * part + 32 * (group % 2) + k]
         q = (low >> 4 if group > 1 else low & 15) | (b[128 + 32 * part + k] >> 2 * group & 3) << 4
         return d * struct.unpack_from("b", b, 192 + i // 16)[0] * (q - 32)
+    e2m1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
+    if kind == "MXFP4":
+        return 2.0 ** (b[0] - 127) * e2m1[nibble(b[1:], i)]
+    if kind == "NVFP4":
+        group, k = divmod(i, 16)
+        code = b[group] & 127
+        mantissa = (8 + code % 8 if code >= 8 else code % 8) * 2.0 ** (max(code // 8, 1) - 10)
+        byte = b[4 + 8 * group + k % 8]
+        return 0.0 if code == 127 else mantissa * e2m1[byte >> 4 if k > 7 else byte & 15]
+    if kind == "TQ1_0":
+        start, width, k = (0, 32, i) if i < 160 else (32, 16, i - 160) if i < 240 else (48, 4, i - 240)
+        digit, place = divmod(k, width)
+        return half(b, 52) * ((b[start + place] * 3**digit % 256 * 3 // 256) - 1)
+    if kind == "TQ2_0":
+        return half(b, 64) * ((b[32 * part + k] >> 2 * (place // 32) & 3) - 1)
+    if kind == "Q1_0":
+        return d * (2 * bit(b[2:], i) - 1)
+    if kind == "Q8_1":
+        return d * struct.unpack_from("b", b, 4 + i)[0]
+    if kind == "Q8_K":
+        return struct.unpack_from("<f", b, 0)[0] * struct.unpack_from("b", b, 4 + i)[0]
     levels = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
     if kind == "IQ4_NL":
         return d * levels[nibble(b[2:], i)]
@@ -95,11 +120,20 @@ def test_every_type_is_read_as_by_plain_loops(kind):
     size, nbytes, _ = TYPES[kind]
     generator = torch.Generator().manual_seed(0)
     raw = torch.randint(0, 256, (3, nbytes), generator=generator, dtype=torch.uint8)
+    raw[:, 0] = 100 + raw[:, 0] % 60 if kind == "GGUF_MXFP4" else raw[:, 0]
+    if kind == "GGUF_Q8_K":
+        raw[:, :4] = torch.randn(3, 1, generator=generator).view(torch.uint8)
     for at in SCALES.get(kind, (0,)):
         raw[:, at : at + 2] = torch.randn(3, 1, generator=generator).half().view(torch.uint8)
     expected = [number(kind.removeprefix("GGUF_"), bytes(block.tolist()), i) for block in raw for i in range(size)]
     found = Blocks(kind, (size, 3)).decode(raw.flatten())
     assert found.shape == (size, 3) and torch.allclose(found.flatten(), torch.tensor(expected), rtol=1e-6, atol=1e-6)
+
+
+def test_every_type_is_read_or_known_not_to_be():
+    named = {name for name, _, _ in BLOCKS.values() if name.startswith("GGUF_")}
+    assert named - set(NOT_READ) == set(TYPES) and set(NOT_READ) < named
+    assert all((size, nbytes) == TYPES[name][:2] for name, size, nbytes in BLOCKS.values() if name in TYPES)
 
 
 def test_blocks_written_by_hand():

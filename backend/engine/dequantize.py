@@ -1,0 +1,236 @@
+"""Quantized weights to float32, on any device: for each form of `backend.catalog.forms` its formula.
+
+`FORMS[form](pieces, settings, shape)` gets the stored tensors by role, the form's settings and the shape of the result (rows, columns), and
+returns that, float32. Where a formula comes from stands at the form's evidence in `backend.catalog.forms`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from backend.catalog.spec import TensorAt
+from backend.schema.messages import Trouble
+
+Pieces = Mapping[str, torch.Tensor]
+TORCH_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_H4 = ((1, 1, 1, -1), (1, 1, -1, 1), (1, -1, 1, 1), (-1, 1, 1, 1))
+
+
+@dataclass(frozen=True)
+class Dequantizer:
+    """A quantized weight; `decode` makes its numbers from its bytes, which are those of its pieces one after the other (`pieces_of`)."""
+
+    at: TensorAt
+
+    def decode(self, raw: torch.Tensor) -> torch.Tensor:
+        """float32, `at.shape`, on the device of `raw` (uint8, (at.nbytes,)). Raises Trouble for a factor that is no finite number."""
+        made = self.at.packed
+        pieces, start = {}, 0
+        for role, piece in pieces_of(self.at):
+            part = raw[start : start + piece.nbytes]
+            dtype = TORCH_DTYPES.get(piece.dtype, torch.uint8)
+            pieces[role] = (
+                part.view(dtype).view(piece.shape) if piece.nbytes else part.new_empty(piece.shape, dtype=dtype)
+            )
+            start += piece.nbytes
+        for role, tensor in pieces.items():
+            if role != "weight" and tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
+                raise Trouble(
+                    "not_finite",
+                    f"A factor of {self.at.key} in {self.at.file.name} is NaN or infinite.",
+                    hint="The model's file is damaged.",
+                )
+        numbers = FORMS[made.form](pieces, dict(made.settings), made.whole)
+        if made.rows is not None:
+            numbers = numbers[made.rows[0] : made.rows[1]]
+        return numbers.reshape(self.at.shape)
+
+
+def pieces_of(at: TensorAt) -> list[tuple[str, TensorAt]]:
+    """The stored tensors of a quantized weight in the order in which they are read: larger numbers first, so that each lies aligned."""
+    return sorted(at.packed.pieces, key=lambda pair: -TORCH_DTYPES.get(pair[1].dtype, torch.uint8).itemsize)
+
+
+def _blocks(factor: torch.Tensor, rows: int, columns: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """One factor for each block of `rows` x `columns` as one for each number of a matrix of `shape`; the last blocks may be cut off."""
+    counts = -(-shape[0] // rows), -(-shape[1] // columns)
+    spread = factor.float().reshape(counts)
+    spread = spread.repeat_interleave(rows, 0)[: shape[0]] if counts[0] > 1 or rows == 1 else spread
+    return spread.repeat_interleave(columns, 1)[:, : shape[1]] if counts[1] > 1 else spread
+
+
+def _scaled_blocks(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
+    return pieces["weight"].float().mul_(_blocks(pieces["scale"], settings["rows"], settings["columns"], shape))
+
+
+def _affine_blocks(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
+    """(codes - zero point) x scale, each for a block."""
+    codes = pieces["weight"].float().reshape(shape[0], -1)
+    flat = tuple(codes.shape)
+    if "zero" in pieces:
+        codes = codes - _blocks(pieces["zero"], settings["rows"], settings["columns"], flat)
+    return codes.mul_(_blocks(pieces["scale"], settings["rows"], settings["columns"], flat)).reshape(shape)
+
+
+def _convrot_int8(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
+    scale = pieces["scale"].float()
+    scale = scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(1, 1)
+    return _rotated(pieces["weight"].float().mul_(scale), settings["group"])
+
+
+def _convrot_int4(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
+    codes = _nibbles(pieces["weight"])
+    codes = torch.where(codes > 7, codes.float() - 16, codes.float())
+    return _rotated(codes.mul_(pieces["scale"].float().reshape(-1, 1)), settings["group"])
+
+
+def _w4a8(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
+    """Levels times the group's factor are ROUNDED to an int8 before the channel's factor, as the kernel does."""
+    codes, groups = _nibbles(pieces["weight"]), pieces["groups"].float()
+    values = pieces["levels"].float()[codes.long()] if "levels" in pieces else codes.float() - 8
+    values = values.view(shape[0], groups.shape[1], -1).mul_(groups[:, :, None]).round_().clamp_(-127, 127)
+    return _rotated(values.view(shape).mul_(pieces["scale"].float().reshape(-1, 1)), settings["group"])
+
+
+def _awq_w4a16(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
+    scale, zeros = pieces["scale"].float().t(), pieces["zeros"].float().t()  # (rows, groups)
+    codes = _nibbles(pieces["weight"]).float().sub_(8).view(shape[0], scale.shape[1], -1)
+    return codes.mul_(scale[:, :, None]).add_(zeros[:, :, None]).view(shape)
+
+
+def _mxfp8(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
+    return _by_run(pieces["weight"].float(), _powers(_laid_out(pieces["scale"], settings, pieces["weight"], 32)), shape)
+
+
+def _mxfp4(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
+    numbers = _e2m1(_nibbles(pieces["weight"]))
+    return _by_run(numbers, _powers(_laid_out(pieces["scale"], settings, numbers, 32)), shape)
+
+
+def _nvfp4(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
+    numbers = _e2m1(_nibbles(pieces["weight"], high_first=settings["high_first"]))
+    stored = pieces["scale"].view(torch.uint8)
+    scale = _laid_out(stored, settings, numbers, 16).contiguous().view(torch.float8_e4m3fn).float()
+    if "whole" in pieces:
+        scale = scale * pieces["whole"].float().reshape(())
+    return _by_run(numbers, scale, shape)
+
+
+def _bitsandbytes_4bit(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
+    """Levels times the largest magnitude of a block; blocks run over the flattened matrix, the high nibble comes first."""
+    count, absmax = math.prod(shape), pieces["absmax"]
+    if "nested_absmax" in pieces:
+        inner = pieces["nested_levels"].float()[absmax.long()]
+        outer = pieces["nested_absmax"].float().repeat_interleave(settings["nested_block"])[: inner.numel()]
+        absmax = inner.mul_(outer).add_(settings["offset"])
+    codes = _nibbles(pieces["weight"].reshape(1, -1), high_first=True).reshape(-1)[:count]
+    levels = pieces["levels"].float()[codes.long()]
+    return levels.mul_(absmax.float().repeat_interleave(settings["block"])[:count]).view(shape)
+
+
+def _bitsandbytes_int8(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
+    return pieces["weight"].float().mul_(pieces["scale"].float().reshape(-1, 1)).div_(127)
+
+
+def _quanto_bits(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
+    """Rows of the grouped matrix lie one under the other in the bits of a byte, the first ones in the lowest bits."""
+    data, bits, scale = pieces["weight"], settings["bits"], pieces["scale"].float()
+    codes = torch.cat([(data >> place) & (2**bits - 1) for place in range(0, 8, bits)])[: scale.shape[0]]
+    return codes.float().mul_(scale).sub_(pieces["shift"].float()).reshape(shape)
+
+
+def _sdnq(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
+    """zero point + codes x scale, for a row or for each of its groups."""
+    bits, scale = settings["bits"], pieces["scale"].float()
+    data = pieces["weight"].reshape(-1, 1)
+    if bits < 8:
+        data = torch.cat([(data >> place) & (2**bits - 1) for place in range(0, 8, bits)], dim=1)
+    codes = data.float().reshape(scale.numel(), -1)
+    if settings["signed"] and bits < 8:
+        codes = codes - 2 ** (bits - 1)
+    codes = codes.mul_(scale.reshape(-1, 1))
+    if "zero" in pieces:
+        codes = codes.add_(pieces["zero"].float().reshape(-1, 1))
+    return codes.reshape(shape)
+
+
+def _nibbles(data: torch.Tensor, *, high_first: bool = False) -> torch.Tensor:
+    """Two codes a byte, (rows, columns / 2) to (rows, columns) uint8; the low nibble is the first unless `high_first`."""
+    data = data.view(torch.uint8)
+    pair = (data & 15, data >> 4)
+    return torch.stack(pair[::-1] if high_first else pair, dim=-1).flatten(-2)
+
+
+def _e2m1(codes: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(_E2M1, dtype=torch.float32, device=codes.device)[codes.long()]
+
+
+def _powers(exponents: torch.Tensor) -> torch.Tensor:
+    """E8M0: 2 ** (e - 127); 255 is NaN."""
+    powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.to(torch.int32) - 127)
+    if bool((exponents == 255).any()):
+        raise Trouble("not_finite", "A factor of an MX weight is NaN.", hint="The model's file is damaged.")
+    return powers
+
+
+def _laid_out(scale: torch.Tensor, settings: Mapping, numbers: torch.Tensor, block: int) -> torch.Tensor:
+    """Block scales (uint8) as (rows, blocks), taken out of cuBLAS' tiles of 128 x 4 where they lie in these."""
+    rows, blocks = numbers.shape[0], numbers.shape[1] // block
+    if not settings["tiled"]:
+        return scale.reshape(rows, blocks)
+    down, across = -(-rows // 128), -(-blocks // 4)
+    tiles = scale.reshape(down, across, 32, 4, 4).permute(
+        0, 3, 2, 1, 4
+    )  # (tile row, 32-row group, row, tile column, column)
+    return tiles.reshape(down * 128, across * 4)[:rows, :blocks]
+
+
+def _by_run(numbers: torch.Tensor, scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Runs of neighbouring inputs times their factors (rows, runs); rows that were added at the end are cut off."""
+    rows, runs = scale.shape
+    return numbers.view(rows, runs, -1).mul_(scale[:, :, None]).view(numbers.shape)[: shape[0]]
+
+
+def _rotated(weight: torch.Tensor, group: int) -> torch.Tensor:
+    """Groups of inputs times the regular Hadamard matrix H4 (x) H4 ... / sqrt(group), which is its own inverse."""
+    four = torch.tensor(_H4, dtype=torch.float32, device=weight.device)
+    matrix = four
+    while matrix.shape[0] < group:
+        matrix = torch.kron(matrix, four)
+    return (weight.view(-1, group) @ (matrix / math.sqrt(group))).view(weight.shape)
+
+
+FORMS: dict[str, Callable[[Pieces, Mapping, tuple[int, ...]], torch.Tensor]] = {
+    "scaled_blocks": _scaled_blocks,
+    "affine_blocks": _affine_blocks,
+    "convrot_int8": _convrot_int8,
+    "convrot_int4": _convrot_int4,
+    "w4a8": _w4a8,
+    "awq_w4a16": _awq_w4a16,
+    "mxfp8": _mxfp8,
+    "mxfp4": _mxfp4,
+    "nvfp4": _nvfp4,
+    "bitsandbytes_4bit": _bitsandbytes_4bit,
+    "bitsandbytes_int8": _bitsandbytes_int8,
+    "quanto_bits": _quanto_bits,
+    "sdnq": _sdnq,
+}

@@ -1,0 +1,126 @@
+"""Checkpoints in quantized storage forms with exactly known answers: read right, from memory and piece by piece, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from backend.catalog.identify import identify_model
+from backend.engine.load import build_meta, load_part
+from backend.engine.placement import place
+from backend.families import FAMILIES
+from backend.schema.messages import Trouble
+from backend.schema.vram import VramConfig
+
+pytestmark = pytest.mark.torch
+CASES = Path(__file__).parents[1] / "cases" / "forms"
+ALL = {path.parent.name: json.loads(path.read_text()) for path in sorted(CASES.glob("*/answer.json"))}
+EXPECTED = load_file(CASES / "expected.safetensors")  # of every parameter its largest magnitude and 128 numbers
+NOT_READ = {"svdquant_int4": "SVDQuant INT4", "fp8_upcast_scale_left": "scale_weight"}
+READ = [name for name, case in ALL.items() if case["outcome"] == "weights" and name not in NOT_READ]
+
+
+def samples(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.float().flatten()
+    return flat[torch.randperm(flat.numel(), generator=torch.Generator().manual_seed(flat.numel()))[:128]]
+
+
+def part_of(name: str):
+    return identify_model(CASES / name / ALL[name]["file"], FAMILIES).parts["dit"]
+
+
+def check(name: str, tensors: dict[str, torch.Tensor]) -> None:
+    case, seen = ALL[name], 0
+    for key, tensor in tensors.items():
+        expected = EXPECTED.get(f"{name}|{key}")
+        if expected is None:
+            assert torch.equal(samples(tensor), EXPECTED[f"{case['model']}|{key}"]), key
+            continue
+        seen += 1
+        error = (samples(tensor) - expected[1:]).abs().max() / expected[0]
+        assert error <= case["tolerance"]["relative_to_max_abs_expected"], (key, float(error))
+    assert seen == sum(key.startswith(f"{name}|") for key in EXPECTED)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_read_right(name):
+    part = part_of(name)
+    check(name, load_part(part, dtype=torch.float32).state_dict())
+    size = (CASES / name / ALL[name]["file"]).stat().st_size
+    assert 0.7 * size < part.nbytes <= size
+
+
+DISK = dict.fromkeys(("offload_device", "onload_device", "preparing_device"), "disk")
+
+
+@pytest.mark.parametrize("name", READ)
+def test_read_right_piece_by_piece(name):
+    part = part_of(name)
+    placed = place(build_meta(part), part, VramConfig(**DISK, computation_dtype="float32"), device="cpu")
+    check(name, {key: placed.read(key) for unit in placed.units for key in unit.names})
+    placed.close()
+
+
+@pytest.mark.parametrize(
+    "states",
+    [DISK, dict.fromkeys(("offload_dtype", "onload_dtype", "preparing_dtype"), "float8_e4m3fn")],
+    ids=["disk", "FP8"],
+)
+@pytest.mark.parametrize(
+    "name", ["nvfp4_comfy", "convrot_int8_comfy", "bnb_nf4_nested", "fp8_musubi_block", "torchao_int8"]
+)
+def test_blocks_that_are_fetched_or_rounded_compute_as_the_numbers_do(name, states, tmp_path):
+    part = identify_model(with_two_blocks(CASES / name / "input.safetensors", tmp_path), FAMILIES).parts["dit"]
+    module = build_meta(part)
+    placed = place(module, part, VramConfig(**states, computation_dtype="float32"), vram_limit_bytes=0, device="cpu")
+    assert len(placed.blocks) == 2
+    seen = {}
+    for key in ("attn.to_q", "attn.to_out.0"):
+        linear = module.get_submodule(f"transformer_blocks.1.{key}")
+        linear.register_forward_pre_hook(lambda layer, _, key=key: seen.update({key: layer.weight.detach().clone()}))
+    with torch.no_grad():
+        module(**drawing(module))
+    numbers = load_part(part, dtype=torch.float32)
+    for key, weight in seen.items():
+        exact = numbers.get_submodule(f"transformer_blocks.1.{key}").weight
+        error = float((weight - exact).abs().max() / exact.abs().max())
+        assert error == 0 if states is DISK else error < 2**-4
+    assert len(seen) == 2
+    placed.close()
+
+
+def with_two_blocks(path: Path, folder: Path) -> Path:
+    """The one block of a handed file twice."""
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata() or {}
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    again = {key.replace("blocks.0.", "blocks.1."): at for key, at in tensors.items() if "blocks.0." in key}
+    said = {key.replace("blocks.0.", "blocks.1."): text for key, text in metadata.items() if "blocks.0." in key}
+    save_file(
+        tensors | {key: at.clone() for key, at in again.items()}, folder / "two.safetensors", {**metadata, **said}
+    )
+    return folder / "two.safetensors"
+
+
+def drawing(module) -> dict:
+    """Arguments of one call for four cells and three tokens."""
+    config, numbers = module.config, torch.Generator().manual_seed(0)
+    return {
+        "hidden_states": torch.randn(1, 4, config.in_channels, generator=numbers),
+        "encoder_hidden_states": torch.randn(1, 3, config.joint_attention_dim, generator=numbers),
+        "encoder_hidden_states_mask": torch.ones(1, 3, dtype=torch.bool),
+        "timestep": torch.tensor([0.5]),
+        "img_shapes": [[(1, 2, 2)]],
+    }
+
+
+@pytest.mark.parametrize("name", [name for name, case in ALL.items() if case["outcome"] == "error" or name in NOT_READ])
+def test_refused_in_words(name):
+    with pytest.raises(Trouble, match=NOT_READ.get(name, "stores")) as caught:
+        part_of(name)
+    assert caught.value.kind == "not_supported" and "transformer_blocks" in caught.value.message
