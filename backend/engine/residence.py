@@ -13,8 +13,9 @@ import torch
 
 from backend.engine import load, memory
 from backend.engine.pinned import Pinned
+from backend.engine.pump import Pump
 from backend.engine.states import State
-from backend.engine.stream import Layout, allocate, lay_out, views
+from backend.engine.stream import Layout, allocate, lay_out, spans_of, views
 from backend.engine.units import Stored, Unit, convert, stored_layout
 
 PINNED_SCRATCH = (
@@ -31,24 +32,26 @@ class Residence:
         self._scratch: torch.Tensor | None = None
         self._nbytes = nbytes
         self._pinned: Pinned | None = None
+        self._pump: Pump | None = None
 
     def bring(self, unit: Unit, state: State, source: Stored | None) -> Stored | None:
         """The weights of `unit` in `state`, copied from `source` where that holds the same numbers, else from the file; None on disk."""
         if state.on_disk:
             return None
         layout = stored_layout(unit, state.dtype)
-        if state.device.type == "cpu" and self.computing.type == "cpu":
+        if memory.is_ram(state.device) and memory.is_ram(self.computing):
             return self._in_ram(unit, state, layout)
         buffer = self._buffer(layout.nbytes, state.device)
         if source is not None and source.layout == layout and source.buffer is not None:
-            buffer.copy_(source.buffer)
+            # nothing waits for a copy to a card here: what uses it is launched behind it, and pinned RAM is not handed on before
+            buffer.copy_(source.buffer, non_blocking=not memory.is_ram(state.device))
             return Stored(layout, source.factors, source.special, state, views(buffer, layout), buffer, layout.nbytes)
         return self._read_into(unit, state, layout, buffer)
 
     def finish(self) -> None:
-        """Drops the scratch buffer and the mappings; views of a mapping keep it alive."""
+        """Drops the scratch buffers and the mappings; views of a mapping keep it alive."""
         self._maps.clear()
-        self._scratch = self._pinned = None
+        self._scratch = self._pinned = self._pump = None
 
     def _in_ram(self, unit: Unit, state: State, layout: Layout) -> Stored:
         """Views of the file where the dtype is right, and one buffer for the others."""
@@ -71,16 +74,15 @@ class Residence:
 
     def _read_into(self, unit: Unit, state: State, layout: Layout, buffer: torch.Tensor) -> Stored:
         tensors, factors, special = views(buffer, layout), list(unit.on_disk.factors), list(unit.on_disk.special)
-        if state.device.type == "cpu" and unit.raw == layout:
-            self.reader.read(unit.spans, buffer)
-        else:
-            for index, tensor in enumerate(tensors):
-                raw = self.read_one(unit, index)
-                if raw.dtype != tensor.dtype:  # cast over there, a tensor at a time
-                    raw = raw.to(state.device)
-                factors[index], special[index] = convert(
-                    raw, tensor, unit.on_disk.factors[index], unit.on_disk.special[index]
-                )
+        in_ram = memory.is_ram(state.device)
+        if unit.raw == layout:
+            self.reader.read(unit.spans, buffer) if in_ram else self._to_device().fill(unit.spans, buffer)
+            return Stored(layout, tuple(factors), special, state, tensors, buffer, layout.nbytes)
+        for index, tensor in enumerate(tensors):
+            raw = self.read_one(unit, index) if in_ram else self._read_there(unit, index, state.device)
+            factors[index], special[index] = convert(
+                raw, tensor, unit.on_disk.factors[index], unit.on_disk.special[index]
+            )
         return Stored(layout, tuple(factors), special, state, tensors, buffer, layout.nbytes)
 
     def read_one(self, unit: Unit, index: int) -> torch.Tensor:
@@ -94,8 +96,19 @@ class Residence:
             self.reader.read_tensors([unit.tensors[index]], layout, self._scratch)
         return views(self._scratch, layout)[0]
 
+    def _read_there(self, unit: Unit, index: int, device: torch.device) -> torch.Tensor:
+        """Tensor `index` as the file has it, on `device`, where it is cast."""
+        layout = lay_out([(unit.raw.fields[index].dtype, unit.raw.fields[index].shape)])
+        buffer = allocate(layout.nbytes, device)
+        self._to_device().fill(spans_of([unit.tensors[index]], layout), buffer)
+        return views(buffer, layout)[0]
+
+    def _to_device(self) -> Pump:
+        self._pump = self._pump or Pump(self.reader, self.computing)
+        return self._pump
+
     def _buffer(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        if device.type == "cpu" and memory.can_pin(self.computing):
+        if memory.is_ram(device) and memory.can_pin(self.computing):
             self._pinned = self._pinned or Pinned(self.computing, self._nbytes)
             found = self._pinned.take(nbytes)
             if found is not None:

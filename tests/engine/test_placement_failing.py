@@ -191,6 +191,7 @@ def test_a_part_that_is_dropped_leaves_its_buffer_to_the_reading_thread_and_ends
     placed.onload()
     with torch.no_grad():
         module(**inputs())
+    placed.motion.fetched.stop()
     reader.may.clear()
     reader.reads.clear()
     placed.motion.fetched.slots.clear()  # nothing is fetched yet
