@@ -12,11 +12,14 @@ from backend.catalog.sizes import ModelSizes, sizes_of
 from backend.catalog.spec import ModelSpec
 from backend.host import card, tracing
 from backend.schema.messages import Trouble
+from backend.schema.training import TrainingConfig
 from backend.schema.vram import GIB, Card
+from backend.training.ahead import Ahead, dataset_changes, look_ahead
 from studio import shelf
 from studio.studio import Studio
 from studio.words import notice, part_words, safe, size_words, time_words
 
+LOOK_SECONDS = 0.02  # that a keystroke waits for a dataset that is being read
 VERDICTS = {"green": ("good", "Fits"), "amber": ("warn", "May just fit"), "red": ("bad", "Does not fit")}
 # Colour of a segment by its label; parts that are not named here take turns in the three of the first line.
 COLOURS = {
@@ -90,15 +93,31 @@ def answers(studio: Studio) -> tuple[int, ...]:
         measured = (studio.places.user / "measured.json").stat().st_mtime_ns
     except OSError:
         measured = 0
-    return (*tracing.stamp(studio.places), measured)
+    return (*tracing.stamp(studio.places), measured, dataset_changes())
 
 
 def estimate(studio: Studio, model: str, job: object, *, what_if: str) -> PageEstimate:
     """Raises Trouble for a model of which nothing is known."""
     sizes, asks = sizes_of_model(studio, model)
-    wish = studio.preferences()
-    found = estimate_for_page(sizes, this_card(studio), job, wish, user=studio.places.user, what_if_card=what_if)
-    return replace(found, estimating=asks)
+    seen = _ahead(studio, job, sizes)
+    found = estimate_for_page(
+        sizes,
+        this_card(studio),
+        job,
+        studio.preferences(),
+        user=studio.places.user,
+        what_if_card=what_if,
+        known=seen.known,
+    )
+    return replace(found, estimating=asks or seen.looking)
+
+
+def _ahead(studio: Studio, job: object, sizes: ModelSizes) -> Ahead:
+    """What a run will be given to do, as far as its dataset has been read by now."""
+    if not isinstance(job, TrainingConfig):
+        return Ahead()
+    family = next((one for one in studio.families if sizes.family == one.NAME), None)
+    return look_ahead(job, sizes, family, wait=LOOK_SECONDS)
 
 
 def no_panel(trouble: Trouble) -> str:

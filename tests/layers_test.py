@@ -16,8 +16,17 @@ from backend.schema.places import PROJECT
 HEAVY = {"torch", "torchvision", "diffusers", "transformers", "modelscope", "peft", "accelerate", "bitsandbytes"}
 # Each layer and the layers of the project that it may import.
 MAY_IMPORT = {
+    # what a run will read is read by the page too, before it runs: no heavy library
+    "backend.training.ahead": {"backend.training", "backend.families", "backend.catalog", "backend.schema"},
     "launch": {"launch", "studio", "backend.host", "backend.schema"},
-    "studio": {"studio", "backend.host", "backend.families", "backend.catalog", "backend.schema"},
+    "studio": {
+        "studio",
+        "backend.training.ahead",
+        "backend.host",
+        "backend.families",
+        "backend.catalog",
+        "backend.schema",
+    },
     "backend.host": {"backend.host", "backend.families", "backend.catalog", "backend.schema"},
     "backend.families": {"backend.families", "backend.catalog", "backend.schema"},
     "backend.catalog": {"backend.catalog", "backend.schema"},
@@ -30,7 +39,14 @@ MAY_IMPORT = {
         "backend.catalog",
         "backend.schema",
     },
-    "backend.training": {"backend.training", "backend.engine", "backend.families", "backend.catalog", "backend.schema"},
+    "backend.training": {
+        "backend.training",
+        "backend.training.ahead",
+        "backend.engine",
+        "backend.families",
+        "backend.catalog",
+        "backend.schema",
+    },
 }
 # Their functions may import heavy libraries, since only the engine calls those; importing the modules brings none.
 HEAVY_INSIDE_FUNCTIONS = ("backend.families", "backend.catalog.hubs")

@@ -23,7 +23,9 @@ class Work:
     steps: int = 20
     count: int = 1  # pictures, one after the other
     guidance: bool = False  # both halves go through together
-    text_tokens: int = 128
+    text_tokens: int = 128  # that the transformer is given
+    read_tokens: int = 0  # that the text encoder reads; 0: as many
+    read_at_once: int = 1  # prompts that go through the text encoder together
     reference_pictures: int = 0  # as large as the picture itself (layers)
     reference_tokens: int = 0  # of pictures to edit, in the transformer
     reference_pixels: int = 0  # of the largest picture to edit, as it is encoded
@@ -38,6 +40,9 @@ class Work:
     batch: int = 1
     accumulates: bool = False
     samples: bool = False
+    sample_size: tuple[int, int] = (0, 0)  # (width, height) of a run's samples; 0: as its pictures
+    sample_tokens: int = 0  # of text in a sample; 0: as in a step
+    sample_references: int = -1  # tokens of pictures that a sample is edited from; -1: as in a step
     caches: bool = True  # encodings are computed once, encoders leave before the first step
     keeps_encodings: bool = True  # on disk
     keeps_states: int = 0  # full states of a run, on disk

@@ -26,11 +26,11 @@ def step(part: PartSizes, point: dict, work: Work, layout: Layout) -> dict[str, 
     }
 
 
-def sample(part: PartSizes, point: dict, work: Work, pictures: int) -> int | None:
-    """Live bytes of a pass of a sample on a CPU; `pictures` 2: both halves of guidance. The attention is that of the run's `point`."""
+def sample(part: PartSizes, point: dict, work: Work, pictures: int, *, step: dict) -> int | None:
+    """Live bytes of a pass of a sample at `point` on a CPU; `pictures` 2: both halves of guidance. The attention is that of the run's `step`."""
     table = part.table.get("cpu", {})
     targets = "full" if work.targets == "full" else "usual"
-    found, factor = _form(table, f"{_kernel(table, point)}/sample/{targets}/{{}}", work.computing)
+    found, factor = _form(table, f"{_kernel(table, step)}/sample/{targets}/{{}}", work.computing)
     if found is None:
         return None
     form = found[f"b{pictures}"]

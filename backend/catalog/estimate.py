@@ -48,6 +48,7 @@ def point_of(sizes: ModelSizes, work: Work) -> dict:
         "f": f,
         "n": max(tokens, 1),
         "t": text,
+        "q": work.read_tokens or work.text_tokens,
         "v": work.seen_tokens,
         "s": max(tokens, 1) + text,
         "b": passes,
@@ -115,12 +116,18 @@ def text(part: PartSizes, point: dict, work: Work, fixed: Fixed) -> Working:
     form, factor = _form(part, f"text{bare}/{{}}/b1", work.computing)
     if form is None:
         form, factor = _form(part, "text/{}/b1", work.computing)
-    return _working(evaluate(form, point) * factor, form, fixed) if form else _unknown(part, {"n": point["t"]}, fixed)
+    if form is None:
+        return _unknown(part, {"n": point["t"] * work.read_at_once}, fixed)
+    live = evaluate(form, point)
+    if work.read_at_once > 1 and (two := _form(part, "text/{}/b2", work.computing)[0]) is not None:
+        live += (work.read_at_once - 1) * (evaluate(two, point) - live)
+    return _working(live * factor, form, fixed)
 
 
 def told(part: PartSizes, point: dict) -> dict:
-    """`point` as an encoder of the prompt sees it: a vision tower has the pictures' tokens alone."""
-    return {**point, "t": max(point["v"], 1)} if part.kind.endswith("VisionTransformerPretrainedModel") else point
+    """`point` as an encoder of the prompt sees it: with the words around the prompt; a vision tower has the pictures' tokens alone."""
+    seen = part.kind.endswith("VisionTransformerPretrainedModel")
+    return {**point, "t": max(point["v"], 1) if seen else point["q"]}
 
 
 def decode(

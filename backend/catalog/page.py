@@ -49,17 +49,18 @@ def estimate_for_page(
     *,
     user: Path,
     what_if_card: str = "",
+    known: dict | None = None,
 ) -> PageEstimate:
     """`job`: a GenerationRequest or a TrainingConfig. `user`: the folder of what was measured here (`places().user`).
 
-    `what_if_card`: "" for `card` itself, or "8GiB", "rtx3060", ... Raises Trouble for a model of unknown size, ValueError for an unknown card.
+    `known`: what looking ahead found of the job. `what_if_card`: "" for `card` itself, or "8GiB", "rtx3060", ... Raises Trouble for a model of unknown size, ValueError for an unknown card.
     """
     preferences = preferences or Preferences()
     if what_if_card:
         ram = card.ram_total_bytes / GIB or 64.0
         card = what_if(what_if_card, ram_gib=ram, reserve_gib=preferences.reserve_gib)[0]
     sizes = model if isinstance(model, ModelSizes) else sizes_of(model, folder=user / "memory")
-    found = plan_here(sizes, card, job, preferences, user=user)
+    found = plan_here(sizes, card, job, preferences, user=user, known=known)
     return PageEstimate(
         plan=found,
         card=card,

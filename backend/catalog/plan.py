@@ -282,14 +282,18 @@ def _limit(layout: Layout, terms: Terms) -> float | None:
     return None
 
 
-def plan_here(spec, card: Card, job, preferences: Preferences | None, *, user: Path) -> VramPlan:
-    """`plan` with what was measured on this machine: calibration and peaks in the folder `user`, traced tables beside them."""
+def plan_here(
+    spec, card: Card, job, preferences: Preferences | None, *, user: Path, known: dict | None = None
+) -> VramPlan:
+    """`plan` with what was measured on this machine: calibration and peaks in the folder `user`, traced tables beside them. `known`: of
+    `Work`, found by looking ahead."""
     sizes, file = (
         spec if isinstance(spec, ModelSizes) else sizes_of(spec, folder=user / "memory"),
         user / "measured.json",
     )
     fixed = learnt.corrected(fixed_of(card), card, sizes.family, file, kind=learnt.kind_of(job))
-    speed, known = speed_of(card, user / "calibration.json"), learnt.known_of(file, card, sizes.family, job)
+    speed = speed_of(card, user / "calibration.json")
+    known = known or learnt.known_of(file, card, sizes.family, job)
     found = plan(sizes, card, job, preferences, speed=speed, fixed=fixed, known=known)
     return replace(found, seconds=learnt.seconds_of(file, card, sizes.family, learnt.kind_of(job)) or found.seconds)
 

@@ -119,6 +119,8 @@ class ModelSizes:
     defaults: dict  # width, height, steps, ... of a first picture
     published: bool = False  # from what is published rather than from files
     estimating: tuple[str, ...] = ()  # parts whose working memory no table knows
+    variant: str = ""
+    tokenizer: Path | None = None  # its folder, where the model has one
 
     @property
     def file_bytes(self) -> int:
@@ -197,7 +199,15 @@ def _of_name(name: str, folder: Path | None) -> ModelSizes:
             if wanted in (one.lower() for one in ids):
                 parts = {part: _published_part(part, said, folder) for part, said in variant["parts"].items()}
                 geometry = variant.get("geometry", facts["geometry"])
-                return ModelSizes(family, variant["title"], parts, geometry, variant["defaults"], published=True)
+                return ModelSizes(
+                    family,
+                    variant["title"],
+                    parts,
+                    geometry,
+                    variant["defaults"],
+                    published=True,
+                    variant=variant.get("variant", ""),
+                )
     raise Trouble(
         "not_recognised",
         f"No sizes are known of a model called {name!r}.",
@@ -256,7 +266,16 @@ def _of_spec(spec: ModelSpec, folder: Path | None) -> ModelSizes:
     if "reference_pixels" in defaults:
         defaults["reference_pixels"] = pixels = edited.reference_pixels(_root(spec))
         defaults["seen_pixels"] = edited.seen_pixels(spec.variant, pixels)
-    return ModelSizes(spec.family, spec.title, parts, geometry, defaults, estimating=estimating)
+    return ModelSizes(
+        spec.family,
+        spec.title,
+        parts,
+        geometry,
+        defaults,
+        estimating=estimating,
+        variant=spec.variant,
+        tokenizer=spec.tokenizer,
+    )
 
 
 def _variant(variants: dict, name: str) -> dict:

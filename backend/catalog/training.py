@@ -259,8 +259,8 @@ def _sample(terms: Terms, weights: dict[str, int], staging: int, adapter: int):
     work, fixed = terms.work, terms.fixed
     vae = terms.sizes.parts.get("vae")
     pictures = 2 if work.guidance else 1
-    point = {**terms.point, "b": pictures}
-    own = cpu_runs.sample(terms.denoisers[0], terms.point, work, pictures) if fixed.on_cpu else None
+    point = {**sample_point(terms), "b": pictures}
+    own = cpu_runs.sample(terms.denoisers[0], point, work, pictures, step=terms.point) if fixed.on_cpu else None
     working = (
         terms.once("sample", lambda: estimate.denoise(terms.denoisers[0], point, work, fixed))
         if own is None
@@ -271,6 +271,22 @@ def _sample(terms: Terms, weights: dict[str, int], staging: int, adapter: int):
             working, estimate.decode(vae, {**point, "b": 1}, work.decoder_dtype, fixed), key=lambda one: one.likely
         )
     return estimate.phase("sample", weights, working, fixed, staging=staging, adapter=adapter)
+
+
+def sample_point(terms: Terms) -> dict:
+    """The variables of a sample: what is not said of it is as in a step."""
+    work = terms.work
+    if work.sample_size == (0, 0) and not work.sample_tokens and work.sample_references < 0:
+        return terms.point
+    (width, height), references = work.sample_size, work.sample_references
+    like = replace(
+        work,
+        width=width or work.width,
+        height=height or work.height,
+        text_tokens=work.sample_tokens or work.text_tokens,
+        reference_tokens=work.reference_tokens if references < 0 else references,
+    )
+    return estimate.point_of(terms.sizes, like)
 
 
 def _returning(part: PartSizes, kept: PartLayout) -> float:

@@ -6,7 +6,7 @@ import math
 import re
 from pathlib import Path
 
-from backend.catalog import edited
+from backend.catalog import edited, words
 from backend.catalog.arrangement import FP8, TRAINING_RUNGS, Layout, PartLayout, Update, Work
 from backend.catalog.rounded import is_rounded
 from backend.catalog.sizes import ModelSizes, PartSizes, published
@@ -30,15 +30,18 @@ COMPUTING = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
 def work_of_request(request: GenerationRequest, sizes: ModelSizes, *, computing: str = "bfloat16") -> Work:
     """What drawing `request` asks of the model."""
     said = sizes.defaults
-    longest = max(len(request.prompt), len(request.negative_prompt) if request.guidance > 1 else 0)
-    tokens = said.get("text_tokens", 128) if said.get("text_fixed") else max(16, tokens_of(longest))
+    guided = request.guidance > 1 and said.get("guidance", True)
+    pictures = (edited.sizes_of_files(request.edit_images) or ((1, 1),)) if "reference_pixels" in said else ()
+    prompts = [request.prompt, *([request.negative_prompt] if guided else [])]
+    seen = [words.seen_each(sizes, pictures)] * len(prompts) if pictures else ()
+    told = words.longest(words.told(sizes, prompts, seen=seen))
     return Work(
         width=request.width,
         height=request.height,
         frames=said.get("frames", 1) if sizes.geometry.get("video") else 1,
         steps=request.num_inference_steps,
         count=request.count,
-        guidance=request.guidance > 1 and said.get("guidance", True),
+        guidance=guided,
         reference_pictures=said.get("reference_pictures", 0) + said.get("layers", 0),
         from_picture=bool(request.input_image),
         lora_bytes=lora_bytes(request),
@@ -47,7 +50,7 @@ def work_of_request(request: GenerationRequest, sizes: ModelSizes, *, computing:
         step_cache=request.step_cache > 0,
         compiled=request.compile,
         fp8_products=request.fp8_products,
-        **{"text_tokens": tokens, **_of_edited(said, edited.sizes_of_files(request.edit_images), tokens)},
+        **{**_of_edited(said, pictures, 0), "text_tokens": told.given, "read_tokens": told.read},
     )
 
 
@@ -71,11 +74,6 @@ def _brought_to(said: dict, pixels: int | None) -> dict:
         return said
     apart = said["seen_pixels"] < said["reference_pixels"]  # the text encoder is shown them smaller
     return {**said, "reference_pixels": pixels, "seen_pixels": min(said["seen_pixels"], pixels) if apart else pixels}
-
-
-def tokens_of(num_characters: int) -> int:
-    """Text tokens of so many characters, generously (English has about four to a token)."""
-    return math.ceil(num_characters / 3)
 
 
 def work_of_defaults(sizes: ModelSizes, **changes) -> Work:
@@ -123,6 +121,7 @@ def work_of_training(config, sizes: ModelSizes) -> tuple[Work, Layout]:
         batch=values["batch_size"],
         accumulates=values["gradient_accumulation_steps"] > 1,
         samples=bool(values["sample_prompts"].strip()),
+        sample_size=(values["sample_width"] or 0, values["sample_height"] or 0),
         caches="text_encoder" not in (*full, base),
         keeps_encodings=values["data_cache"],
         keeps_states=values["keep_checkpoints"],

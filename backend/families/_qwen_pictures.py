@@ -14,8 +14,6 @@ from backend.catalog.edited import REFERENCE_PIXELS, SEEN_PIXELS, reference_pixe
 from backend.catalog.photo import on_white
 from backend.schema.messages import Trouble
 
-IMAGE_TOKEN = "<|image_pad|>"
-
 
 @dataclass(frozen=True)
 class Processor:

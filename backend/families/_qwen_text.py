@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import os
 
+from backend.catalog.qwen_prompt import (
+    EDIT_PREFIX_TOKENS,
+    EDIT_TEMPLATE,
+    IMAGE_TOKEN,
+    MAX_EDIT_TOKENS,
+    MAX_TOKENS,
+    PREFIX_TOKENS,
+    TEMPLATE,
+    shown_words,
+)
 from backend.families import _qwen_pictures
 from backend.schema.messages import Trouble
-
-MAX_TOKENS = 512  # text tokens that condition a picture, as in diffusers' call
-MAX_EDIT_TOKENS = 1024  # beside those of the pictures: the tokenizer's limit that diffusers' edit pipelines name
-_TEMPLATE = (
-    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
-    "spatial relationships of the objects and background:<|im_end|>\n"
-    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-)
-_PREFIX_TOKENS = 34  # of the template before the prompt; their states are dropped
-_EDIT_TEMPLATE = (
-    "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, texture, objects, background), "
-    "then explain how the user's text instruction should alter or modify the image. Generate a new image that meets the "
-    "user's requirements while maintaining consistency with the original input where appropriate.<|im_end|>\n"
-    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-)
-_EDIT_PREFIX_TOKENS = 64
-_PICTURE = "<|vision_start|>{}<|vision_end|>"
 
 
 def load_tokenizer(folder):
@@ -56,14 +49,14 @@ def encode_text(parts: dict, prompts: list[str], *, device=None, pictures=None) 
     device = device or next(encoder.parameters()).device
     if pictures is not None and any(pictures):
         return _encode_with_pictures(parts, prompts, [tuple(some or ()) for some in pictures], device)
-    limit = MAX_TOKENS + _PREFIX_TOKENS
-    rows = [_tokens(tokenizer, _TEMPLATE.format(prompt), limit) for prompt in prompts]
+    limit = MAX_TOKENS + PREFIX_TOKENS
+    rows = [_tokens(tokenizer, TEMPLATE.format(prompt), limit) for prompt in prompts]
     ids, mask = _side_by_side(rows, device)
     if len(rows) > 1 and torch.is_grad_enabled():
         states = _states_after_shared_start(encoder, ids, mask)
     else:
-        states = encoder(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[:, _PREFIX_TOKENS:]
-    return [{"embeds": states[i, : len(row) - _PREFIX_TOKENS]} for i, row in enumerate(rows)]
+        states = encoder(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[:, PREFIX_TOKENS:]
+    return [{"embeds": states[i, : len(row) - PREFIX_TOKENS]} for i, row in enumerate(rows)]
 
 
 def _tokens(tokenizer, text: str, limit: int) -> list[int]:
@@ -99,13 +92,13 @@ def _states_after_shared_start(encoder, ids, mask):
     from transformers import DynamicCache
 
     places = torch.arange(ids.shape[1], device=ids.device)
-    start, cache = places[:_PREFIX_TOKENS], DynamicCache()
-    encoder(input_ids=ids[:1, :_PREFIX_TOKENS], position_ids=start[None], cache=cache, use_cache=True)
+    start, cache = places[:PREFIX_TOKENS], DynamicCache()
+    encoder(input_ids=ids[:1, :PREFIX_TOKENS], position_ids=start[None], cache=cache, use_cache=True)
     cache.batch_repeat_interleave(ids.shape[0])
     return encoder(
-        input_ids=ids[:, _PREFIX_TOKENS:],
+        input_ids=ids[:, PREFIX_TOKENS:],
         attention_mask=mask,
-        position_ids=places[None, _PREFIX_TOKENS:].expand(ids.shape[0], -1),
+        position_ids=places[None, PREFIX_TOKENS:].expand(ids.shape[0], -1),
         cache=cache,
         use_cache=True,
     ).last_hidden_state
@@ -129,7 +122,7 @@ def _encode_with_pictures(parts: dict, prompts: list[str], pictures: list[tuple]
     own_grids = [[next(left) for _ in some] for some in pictures]
     rows, starts = zip(*[_edit_row(parts, *one, merge) for one in zip(prompts, own_grids, strict=True)], strict=True)
     ids, mask = _side_by_side(list(rows), device)
-    is_picture = ids == parts["tokenizer"].convert_tokens_to_ids(_qwen_pictures.IMAGE_TOKEN)
+    is_picture = ids == parts["tokenizer"].convert_tokens_to_ids(IMAGE_TOKEN)
     positions = torch.zeros((3, *ids.shape), dtype=torch.long)
     for index, (row, grids_of_row) in enumerate(zip(is_picture.tolist(), own_grids, strict=True)):
         length = len(rows[index])
@@ -153,12 +146,12 @@ def _seen(parts: dict, pictures: list, device) -> tuple:
 def _edit_row(parts: dict, prompt: str, grids: list, merge: int) -> tuple[list[int], int]:
     """Token ids of a prompt with its pictures, and how many of them are the template's start."""
     tokenizer, processor = parts["tokenizer"], parts["processor"]
-    if _qwen_pictures.IMAGE_TOKEN in prompt:
-        sentence = f"The prompt holds {_qwen_pictures.IMAGE_TOKEN}, which stands for a picture."
+    if IMAGE_TOKEN in prompt:
+        sentence = f"The prompt holds {IMAGE_TOKEN}, which stands for a picture."
         raise Trouble("bad_value", sentence, hint="Speak of “Picture 1” instead.")
     if not grids:
-        limit = MAX_TOKENS + _PREFIX_TOKENS
-        return _tokens(tokenizer, _TEMPLATE.format(prompt), limit), _PREFIX_TOKENS
+        limit = MAX_TOKENS + PREFIX_TOKENS
+        return _tokens(tokenizer, TEMPLATE.format(prompt), limit), PREFIX_TOKENS
     if len(grids) > 1 and not processor.plus:
         raise Trouble(
             "bad_value",
@@ -166,9 +159,7 @@ def _edit_row(parts: dict, prompt: str, grids: list, merge: int) -> tuple[list[i
             hint="Give one, or choose Qwen-Image-Edit-2509 or a later one.",
         )
     counts = [_qwen_pictures.num_tokens(grid, merge) for grid in grids]
-    shown = [_PICTURE.format(_qwen_pictures.IMAGE_TOKEN * count) for count in counts]
-    if processor.plus:
-        shown = [f"Picture {number}: {picture}" for number, picture in enumerate(shown, 1)]
-    limit = _EDIT_PREFIX_TOKENS + sum(counts) + MAX_EDIT_TOKENS
-    text = _EDIT_TEMPLATE.format("".join(shown) + prompt)
-    return _tokens(tokenizer, text, limit), _EDIT_PREFIX_TOKENS
+    shown = shown_words([IMAGE_TOKEN * count for count in counts], plus=processor.plus)
+    limit = EDIT_PREFIX_TOKENS + sum(counts) + MAX_EDIT_TOKENS
+    text = EDIT_TEMPLATE.format(shown + prompt)
+    return _tokens(tokenizer, text, limit), EDIT_PREFIX_TOKENS

@@ -109,6 +109,13 @@ def _samples(items: Sequence[Item], repeat: int, prior_share: float, random: Ran
     return samples
 
 
+def kept_aside(items: Sequence[Item], share: float, *, seed: int) -> list[int]:
+    """Which of the own pictures are kept for validation: `share` of them, at least one where there are two."""
+    own = [number for number, item in enumerate(items) if not item.prior]
+    Random(f"{seed}/validation").shuffle(own)
+    return own[: max(1, round(len(own) * share))] if share and len(own) > 1 else []
+
+
 def steps_of_epoch(num_batches: int, *, processes: int, accumulation: int) -> int:
     return math.ceil(num_batches / (processes * accumulation))
 

@@ -18,7 +18,7 @@ from backend.training.dataset import Item
 from backend.training.edits import Shown, check_counts, open_shown, reference_sizes, sample_pictures, shown, whole
 from backend.training.ingredients import folder_digest
 from backend.training.lower import attempt
-from backend.training.samples import EMPTY
+from backend.training.prompts import EMPTY
 from backend.training.shares import Parts, Wishes, in_shares, left_out
 from backend.training.source import Sample, Source, worded
 

@@ -66,11 +66,14 @@ class Dataset:
     broken: tuple[tuple[Path, str], ...] = field(default=())
 
 
-def read_dataset(section, *, trigger: str = "", index: Path | None = None, edits: bool = False) -> Dataset:
+def read_dataset(
+    section, *, trigger: str = "", index: Path | None = None, edits: bool = False, sizes_only: dict | None = None
+) -> Dataset:
     """The dataset that a config's `dataset` section names.
 
     `index` is a JSON file that remembers sizes and digests by path, size and time. `edits`: every sample is edited from pictures, in the
-    column `edit_image`; otherwise that column is not read. Raises Trouble for a missing or empty
+    column `edit_image`; otherwise that column is not read. `sizes_only`: only headers of pictures are read, so there are no digests; what
+    was found is remembered in it. Raises Trouble for a missing or empty
     folder, a metadata file without the right columns, and (unless `skip_broken_pictures`) a picture that cannot be read.
     """
     bases = listed(section.dataset_base_path)
@@ -106,16 +109,16 @@ def read_dataset(section, *, trigger: str = "", index: Path | None = None, edits
         else:
             found = _from_folder(base, notes)
         items += [_finished(item, weight, trigger, section.masked_loss) for item in found]
-    return _measured(items, notes, index, skip_broken=section.skip_broken_pictures)
+    return _measured(items, notes, index, skip_broken=section.skip_broken_pictures, sizes_only=sizes_only)
 
 
-def read_folder(base: Path, *, prior: bool = False) -> Dataset:
-    """A plain folder of captioned pictures, for pictures that are trained along."""
+def read_folder(base: Path, *, prior: bool = False, sizes_only: dict | None = None) -> Dataset:
+    """A plain folder of captioned pictures, for pictures that are trained along. `sizes_only` as for `read_dataset`."""
     notes: list[str] = []
     if not base.is_dir():
         raise Trouble("missing_file", f"The folder {base} does not exist.", hint="Check --regularisation_path.")
     items = [replace(item, prior=prior) for item in _from_folder(base, notes)]
-    return _measured(items, notes, None, skip_broken=False)
+    return _measured(items, notes, None, skip_broken=False, sizes_only=sizes_only)
 
 
 def _weights(text: str | None, count: int) -> list[float]:
@@ -187,10 +190,13 @@ def _from_metadata(path: Path, base: Path, section, notes: list[str], *, edits: 
         yield Item(path=base / row.picture, captions=row.captions, edits=pictures, seed=row.seed, **row.more)
 
 
-def _measured(items: list[Item], notes: list[str], index: Path | None, *, skip_broken: bool) -> Dataset:
-    known = _read_index(index)
+def _measured(
+    items: list[Item], notes: list[str], index: Path | None, *, skip_broken: bool, sizes_only: dict | None = None
+) -> Dataset:
+    known = _read_index(index) if sizes_only is None else sizes_only
     paths = list(dict.fromkeys(path for item in items for path in item.files))
-    entries = dict(zip(paths, _entries(paths, known, until_broken=not skip_broken)))
+    measure = _measure if sizes_only is None else _measure_size
+    entries = dict(zip(paths, _entries(paths, known, until_broken=not skip_broken, measure=measure)))
     used: dict[str, list] = {}
     good: list[Item] = []
     broken: list[tuple[Path, str]] = []
@@ -207,6 +213,8 @@ def _measured(items: list[Item], notes: list[str], index: Path | None, *, skip_b
         good.append(replace(item, width=width, height=height, digest=digest, edits=edits))
     if not good:
         raise Trouble("empty_dataset", f"None of the {len(items)} pictures can be read.")
+    if sizes_only is not None:
+        sizes_only |= used
     notes += [f"{path.name} cannot be read and is left out: {why}." for path, why in broken]
     if index is not None and used != known:
         _write_index(index, {**known, **used})
@@ -237,7 +245,7 @@ def measure(paths: Iterable[Path]) -> tuple[Picture, ...]:
     return tuple(found)
 
 
-def _entries(paths: list[Path], known: dict[str, list], *, until_broken: bool) -> list[list | OSError]:
+def _entries(paths: list[Path], known: dict[str, list], *, until_broken: bool, measure) -> list[list | OSError]:
     """What is to be known of each picture file, or why it cannot be. `until_broken`: the list ends with the first that cannot.
 
     Files that are not known yet are read by several threads, for reading and hashing let each other run.
@@ -246,7 +254,7 @@ def _entries(paths: list[Path], known: dict[str, list], *, until_broken: bool) -
     missing = [number for number, entry in enumerate(found) if entry is None]
     pool = ThreadPoolExecutor(READERS)
     try:
-        for number, entry in zip(missing, pool.map(_measure, [paths[number] for number in missing])):
+        for number, entry in zip(missing, pool.map(measure, [paths[number] for number in missing])):
             found[number] = entry
             if until_broken and isinstance(entry, OSError):
                 return found[: number + 1]
@@ -279,6 +287,19 @@ def _measure(path: Path) -> list | OSError:
     except (ValueError, SyntaxError, Image.DecompressionBombError) as error:
         return OSError(str(error).rstrip("."))
     return [status.st_size, status.st_mtime_ns, width, height, hashlib.sha256(data).hexdigest()]
+
+
+def _measure_size(path: Path) -> list | OSError:
+    """As `_measure`, without the digest: of a large set of pictures only headers are read."""
+    try:
+        status = path.stat()
+        with Image.open(path) as picture:
+            width, height = shown_size(picture)
+    except OSError as error:
+        return error
+    except (ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        return OSError(str(error).rstrip("."))
+    return [status.st_size, status.st_mtime_ns, width, height, ""]
 
 
 def _read_index(index: Path | None) -> dict[str, list]:

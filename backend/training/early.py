@@ -40,11 +40,13 @@ def asks_edits(section) -> bool:
     return EDIT in listed(section.extra_inputs)
 
 
-def read_data(config, *, index: Path, edits: bool) -> Dataset:
-    """The dataset, with the pictures that are trained along."""
-    data = read_dataset(config.dataset, trigger=config.dataset.trigger_word, index=index, edits=edits)
+def read_data(config, *, index: Path | None, edits: bool, sizes_only: dict | None = None) -> Dataset:
+    """The dataset, with the pictures that are trained along. `sizes_only`: as for `read_dataset`."""
+    data = read_dataset(
+        config.dataset, trigger=config.dataset.trigger_word, index=index, edits=edits, sizes_only=sizes_only
+    )
     if config.prior.regularisation_path:
-        prior = read_folder(Path(config.prior.regularisation_path), prior=True)
+        prior = read_folder(Path(config.prior.regularisation_path), prior=True, sizes_only=sizes_only)
         data = Dataset(items=(*data.items, *prior.items), notes=(*data.notes, *prior.notes), broken=data.broken)
     return data
 

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 
 import torch
 
@@ -14,7 +13,7 @@ from backend.engine import memory
 from backend.schema.messages import Trouble
 from backend.schema.places import places
 from backend.training.base import Base
-from backend.training.batches import size_of
+from backend.training.batches import kept_aside, size_of
 from backend.training.cache import Store, View, fill_latents, key_of, prune
 from backend.training.conditions import add_references, add_samples, fill_told, is_editing, told_in
 from backend.training.crops import cut, num_cuts
@@ -165,9 +164,7 @@ def _leave_out(source: Source, broken: set[int]) -> None:
 
 def split_off(source: Source, share: float, *, seed: int) -> list[int]:
     """Takes `share` of the own pictures out of the training and returns their numbers; they stay in `items`."""
-    own = [number for number, item in enumerate(source.items) if not item.prior]
-    Random(f"{seed}/validation").shuffle(own)
-    aside = own[: max(1, round(len(own) * share))] if share and len(own) > 1 else []
+    aside = kept_aside(source.items, share, seed=seed)
     for number in aside:
         source.items[number] = replace(source.items[number], weight=0.0)
     return sorted(aside)

@@ -14,6 +14,7 @@ from backend.schema.places import places
 from backend.schema.vram import GIB, Card
 from backend.training.peaks import Largest
 from backend.training.progress import memory
+from backend.training.prompts import EMPTY
 
 MEASURED = "measured.json"
 
@@ -89,7 +90,12 @@ def predicted_by(run) -> dict[str, int]:
     card, sizes = probe(run.device), _sizes(run)
     run.peaks.fixed = run.peaks.fixed or fixed_here(card, sizes)  # once, for this run teaches too
     return foresee.run_bytes(
-        run.config, sizes, run.peaks.fixed, **known_of(run.peaks.largest), batch=run.peaks.largest.count
+        run.config,
+        sizes,
+        run.peaks.fixed,
+        **known_of(run.peaks.largest),
+        **samples_of(run),
+        batch=run.peaks.largest.count,
     )
 
 
@@ -106,6 +112,20 @@ def known_of(largest: Largest) -> dict[str, int]:
     """What of a batch does not follow from the settings alone."""
     more = {name: getattr(largest, name) for name in ("text_tokens", "reference_tokens") if getattr(largest, name)}
     return {"width": largest.width, "height": largest.height, **more}
+
+
+def samples_of(run) -> dict:
+    """What of the first of a run's samples, the one that is looked at, does not follow from the settings alone."""
+    if not run.source.samples:
+        return {}
+    first = run.source.samples[0]
+    guided = run.config.samples.sample_guidance > 1
+    tokens = [
+        run.peaks.text_tokens(prompt, first.references) for prompt in (first.prompt, *((EMPTY,) if guided else ()))
+    ]
+    height, width = first.size
+    references = sum(one.shape[-2] * one.shape[-1] // 4 for one in run.source.latents_of(first.references))
+    return {"sample_size": (width, height), "sample_tokens": max(tokens), "sample_references": references}
 
 
 def _sizes(run) -> ModelSizes:

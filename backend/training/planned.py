@@ -8,11 +8,13 @@ import torch
 
 from backend.catalog import download
 from backend.catalog.plan import plan_here
+from backend.catalog.sizes import sizes_of
 from backend.engine import limits, memory
 from backend.schema.knobs import from_values, to_values
 from backend.schema.messages import Trouble
 from backend.schema.places import places
 from backend.schema.vram import GIB, Card, VramPlan
+from backend.training.ahead import look_ahead
 from backend.training.base import find_base
 
 
@@ -26,10 +28,13 @@ def with_plan(config, accelerator, reporter):
         limits.cap(accelerator.device)
         return config
     with accelerator.main_process_first():  # one downloads what is missing
-        spec = find_base(config.model).spec
+        base = find_base(config.model)
     card = card_of(wanted, accelerator.device)
     limits.cap(accelerator.device, most_bytes=None if wanted.lower() == "auto" else card.total_bytes)
-    found = plan_here(spec, card, config, download.preferences(), user=places().user)
+    user = places().user
+    sizes = sizes_of(base.spec, folder=user / "memory")
+    known = look_ahead(config, sizes, base.family).known
+    found = plan_here(sizes, card, config, download.preferences(), user=user, known=known)
     settings = _shared(found.settings, accelerator)
     if found.verdict == "red":
         raise Trouble(

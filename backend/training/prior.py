@@ -9,19 +9,15 @@ import torch
 
 from backend.training.base import Base
 from backend.training.cache import View, key_of
-from backend.training.captions import lines_of
 from backend.training.conditions import encode_told
 from backend.training.dataset import Item
 from backend.training.lower import Fewer, attempt
-from backend.training.samples import EMPTY, EVERYDAY, EVERYDAY_EDITS, draw_latents, num_at_once
+from backend.training.prompts import EMPTY, prior_prompts
+from backend.training.samples import draw_latents, num_at_once
 from backend.training.shares import Parts, Wishes, in_shares
 from backend.training.source import Source
 
 PRIOR_STEPS = 12  # in which they are drawn
-
-
-def prior_prompts(section, *, editing: bool) -> list[str]:
-    return lines_of(section.prior_prompts) or list(EVERYDAY_EDITS if editing else EVERYDAY)
 
 
 def add_drawn(source: Source, base: Base, load: Parts, wishes: Wishes) -> None:

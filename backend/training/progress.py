@@ -16,8 +16,9 @@ from backend.training.adapters import ADAPTER
 from backend.training.batches import Batch
 from backend.training.conditions import encode_told
 from backend.training.lower import attempt
+from backend.training.prompts import EMPTY
 from backend.training.run import Run
-from backend.training.samples import EMPTY, draw_latents, drawing, save_sample
+from backend.training.samples import draw_latents, drawing, save_sample
 from backend.training.source import Sample
 
 T = TypeVar("T")
