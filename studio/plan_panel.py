@@ -65,9 +65,9 @@ def this_card(studio: Studio) -> Card:
     return card.choose(cards, wish.device)
 
 
-def sizes_of_model(studio: Studio, value: str) -> tuple[ModelSizes, bool]:
-    """Sizes of the model that a form calls `value`, and whether somebody is finding out more: from its files' headers, here or far away,
-    else as published. Raises Trouble for a model of which nothing is known (yet)."""
+def sizes_of_model(studio: Studio, value: str) -> tuple[ModelSizes, ModelSpec | None, bool]:
+    """Sizes of the model that a form calls `value`, the model where its headers are known, and whether somebody is finding out more: from its
+    files' headers, here or far away, else as published. Raises Trouble for a model of which nothing is known (yet)."""
     here = shelf.models(studio)
     spec = next(
         (one for one in here if isinstance(one, ModelSpec) and value in (shelf.model_id(one, studio), str(one.path))),
@@ -77,10 +77,10 @@ def sizes_of_model(studio: Studio, value: str) -> tuple[ModelSizes, bool]:
     spec = far if isinstance(far, ModelSpec) else spec
     if spec is not None:
         sizes = sizes_of(spec, folder=tracing.folder(studio.places))
-        return sizes, bool(sizes.estimating and tracing.ask(spec, studio.places))
+        return sizes, spec, False  # what it lacks depends on the job
     asks = far is None and tracing.ask_name(value, studio.places)
     try:
-        return sizes_of(value.rsplit("/", 1)[-1]), asks
+        return sizes_of(value.rsplit("/", 1)[-1]), None, asks
     except Trouble:
         if asks:
             raise Trouble("estimating", f"the sizes of {value} are being read from where it is.") from None
@@ -98,7 +98,7 @@ def answers(studio: Studio) -> tuple[int, ...]:
 
 def estimate(studio: Studio, model: str, job: object, *, what_if: str) -> PageEstimate:
     """Raises Trouble for a model of which nothing is known."""
-    sizes, asks = sizes_of_model(studio, model)
+    sizes, spec, asks = sizes_of_model(studio, model)
     seen = _ahead(studio, job, sizes)
     found = estimate_for_page(
         sizes,
@@ -109,6 +109,8 @@ def estimate(studio: Studio, model: str, job: object, *, what_if: str) -> PageEs
         what_if_card=what_if,
         known=seen.known,
     )
+    if spec is not None and found.missing:
+        asks = bool(tracing.ask(spec, studio.places, found.missing))
     return replace(found, estimating=asks or seen.looking)
 
 

@@ -34,8 +34,10 @@ class Work:
     lora_bytes: int = 0
     computing: str = "bfloat16"
     targets: str = ""  # "" generates; "attention", "all" or "full" trains
+    method: str = ""  # of training (`method.py`); "": a LoRA without dropout, or whole weights
     trained: tuple[str, ...] = ()  # parts with weights that train
     rank: int = 32
+    algorithm: str = "lora"
     trained_numel: int = 0
     batch: int = 1
     accumulates: bool = False
@@ -49,6 +51,7 @@ class Work:
     decoder_dtype: str = "bfloat16"
     total_steps: int = 1
     saved_number_bytes: int = 2  # of a result
+    averages: bool = False  # a running mean of the weights is saved
     idle_numel: int = 0  # of those that train, what gets no gradient
     can: frozenset[str] = TRAINING_RUNGS  # knobs that the trainer has
     step_cache: bool = False

@@ -2,39 +2,59 @@
 
 from __future__ import annotations
 
+from backend.catalog import needed
 from backend.catalog.arrangement import Layout, Work
 from backend.catalog.estimate import BASE_DEPTH, greatest
+from backend.catalog.method import Method, method_of
 from backend.catalog.sizes import PartSizes
-from backend.schema.vram import DTYPE_BYTES
 
 
 def step(part: PartSizes, point: dict, work: Work, layout: Layout) -> dict[str, int] | None:
     """Live bytes of a run's step on a CPU, gradients among them, beside weights and states: "forward", and where the backward pass
     "begins" and "ends". None where no table has the attention that would run."""
-    table = part.table.get("cpu", {})
-    kept = "checkpointed" if layout.checkpointed or layout.checkpoints_in_ram else "kept"
-    for targets in (work.targets, "usual"):
-        found, factor = _form(table, f"{_kernel(table, point)}/{targets}/{kept}/{{}}", work.computing)
-        if found is not None:
-            break
-    else:
+    found, factor, name = _first(part, needed.step_names(part, point, work, layout))
+    if found is None:
         return None
     form = found["bn" if point["b"] > 1 else "b1"]
-    return {
-        name: int(factor * _at_depth(part, form["features"], form[name], point))
-        for name in ("forward", "begins", "ends")
+    numbers = {
+        section: factor * _at_depth(part, form["features"], form[section], point)
+        for section in ("forward", "begins", "ends")
     }
+    return {section: int(value + _besides(part, point, work, name, section)) for section, value in numbers.items()}
 
 
 def sample(part: PartSizes, point: dict, work: Work, pictures: int, *, step: dict) -> int | None:
     """Live bytes of a pass of a sample at `point` on a CPU; `pictures` 2: both halves of guidance. The attention is that of the run's `step`."""
-    table = part.table.get("cpu", {})
-    targets = "full" if work.targets == "full" else "usual"
-    found, factor = _form(table, f"{_kernel(table, step)}/sample/{targets}/{{}}", work.computing)
+    found, factor, _ = _first(part, needed.sample_names(part, step, work))
     if found is None:
         return None
     form = found[f"b{pictures}"]
     return int(factor * _at_depth(part, form["features"], form["pieces"], point))
+
+
+def _first(part: PartSizes, names: tuple[str, ...]) -> tuple[dict | None, float, str]:
+    """(the first form of `names` that there is, the factor between its numbers' size and theirs, its name)."""
+    table = part.table.get("cpu", {})
+    for name in names:
+        found, factor = _form(table, name)
+        if found is not None:
+            return found, factor, name
+    return None, 1.0, ""
+
+
+def _besides(part: PartSizes, point: dict, work: Work, name: str, section: str) -> float:
+    """Roughly what a method takes more than a lean LoRA, whose form `name` stands in for its own that was not traced yet."""
+    wanted = method_of(work.method)
+    if "@" in name or wanted == Method() or section == "ends":
+        return 0.0
+    tokens = point["b"] * (point["n"] + point["t"])
+    linears = [(rows, columns, count) for rows, columns, count in part.linears.values()]
+    more = sum(tokens * columns * count * 4 for _, columns, count in linears) if not wanted.lean else 0
+    if wanted.algorithm in ("dora", "loha", "lokr"):
+        more = max(more, sum(rows * columns * count * 8 for rows, columns, count in linears))
+    if wanted.drawing > 1:
+        more += (wanted.drawing - 1) * tokens * sum(columns * count for _, columns, count in linears) * 4
+    return more
 
 
 def _at_depth(part: PartSizes, features: list[str], depths: list, point: dict) -> float:
@@ -44,11 +64,7 @@ def _at_depth(part: PartSizes, features: list[str], depths: list, point: dict) -
     return base + sum(count * (more - base) for count, more in zip(deeper, others))
 
 
-def _kernel(table: dict, point: dict) -> str:
-    return "plain" if point["n"] <= table.get("plain_tokens", 0) else "fused"
-
-
-def _form(table: dict, key: str, dtype: str) -> tuple[dict | None, float]:
-    wanted = "float32" if dtype == "float32" else "bfloat16"
-    found = table.get(key.format(wanted))
-    return (found, 1.0) if found is not None else (table.get(key.format("bfloat16")), DTYPE_BYTES[wanted] / 2)
+def _form(table: dict, name: str) -> tuple[dict | None, float]:
+    found = table.get(name)
+    narrow = name.replace("/float32", "/bfloat16")
+    return (found, 1.0) if found is not None or narrow == name else (table.get(narrow), 2.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from backend.catalog import cpu_runs, estimate
 from backend.catalog.arrangement import Layout, Work, Working
+from backend.catalog.method import shapes_of
 from backend.catalog.options import Terms
 from backend.catalog.sizes import PartSizes
 from backend.schema.vram import DTYPE_BYTES
@@ -76,7 +77,8 @@ def largest_trained(part: PartSizes, work: Work) -> int:
     """Numbers of the largest tensor that trains; an optimizer on a CPU updates one after the other."""
     if work.targets == "full":
         return part.largest_matrix
-    return work.rank * max((max(rows, columns) for rows, columns, _ in part.linears.values()), default=0)
+    each = (shapes_of(work.algorithm, work.rank, rows, columns) for rows, columns, _ in part.linears.values())
+    return max((height * width for shapes in each for height, width in shapes), default=0)
 
 
 def _least_beside(working: Working, ends: int, updating: int, later: int) -> Working:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from backend.catalog import learnt
-from backend.catalog.plan import budget_of, plan_here
+from backend.catalog import learnt, needed
+from backend.catalog.estimate import point_of
+from backend.catalog.plan import budget_of, plan_here, work_of
 from backend.catalog.sizes import ModelSizes, sizes_of
 from backend.catalog.spec import ModelSpec
 from backend.catalog.speed import what_if
@@ -38,7 +39,8 @@ class PageEstimate:
     sentences: tuple[str, ...]  # of the plan, for behind the fold
     last_time: str = ""  # "Last time: predicted 9.8 GiB, measured 9.6 GiB."
     estimating: bool = False  # somebody is finding out more
-    guessed: bool = False  # a part's working memory is known by no table
+    guessed: bool = False  # the figure rests on something that no table knows
+    missing: dict[str, list[str]] = field(default_factory=dict)  # part -> forms that would make it sharper
 
 
 def estimate_for_page(
@@ -70,8 +72,25 @@ def estimate_for_page(
         sentences=tuple(filter(None, (*map(_priced, found.steps), found.disk_words))),
         last_time=_last_time(user, card, sizes, job),
         estimating=bool(sizes.estimating),
-        guessed=bool(sizes.estimating),
+        guessed=is_guess(found, sizes, card, job, known),
+        missing=missing_of(found, sizes, card, job, known),
     )
+
+
+def missing_of(found: VramPlan, sizes: ModelSizes, card: Card, job, known: dict | None = None) -> dict[str, list[str]]:
+    """Part -> forms that the plan `found` of `job` rests on and that no table has."""
+    work, layout = work_of(job, sizes, card, known)
+    if found.settings.get("use_gradient_checkpointing"):
+        layout = replace(layout, checkpointed=True)
+    return needed.missing(sizes, work, layout, point_of(sizes, work), on_cpu=card.device == "cpu")
+
+
+def is_guess(found: VramPlan, sizes: ModelSizes, card: Card, job, known: dict | None = None) -> bool:
+    """Whether the plan `found` of `job` rests on something that is known of no such network or job."""
+    work, layout = work_of(job, sizes, card, known)
+    if found.settings.get("use_gradient_checkpointing"):
+        layout = replace(layout, checkpointed=True)
+    return needed.is_guess(sizes, work, layout, point_of(sizes, work), on_cpu=card.device == "cpu")
 
 
 def _bar(phase, card: Card) -> Bar:

@@ -52,18 +52,22 @@ def plan(
     """
     sizes = spec if isinstance(spec, ModelSizes) else sizes_of(spec, folder=folder)
     preferences = preferences or Preferences()
-    own = Layout()
-    if isinstance(job, GenerationRequest):
-        work = work_of_request(job, sizes, computing=computing_of(card))
-    elif isinstance(job, Work):
-        work = job
-    else:
-        work, own = work_of_training(job, sizes)
-    work = replace(work, **(known or {}))
+    work, own = work_of(job, sizes, card, known)
     terms = _terms(sizes, work, card, preferences, speed or speed_of(card), fixed or fixed_of(card))
     groups = training.groups(terms, own) if work.targets else generation_groups(terms)
     best, fits, verdict = _choose(groups, terms)
     return _emit(best, terms, card, fits, verdict, groups, own)
+
+
+def work_of(job, sizes: ModelSizes, card: Card, known: dict | None = None) -> tuple[Work, Layout]:
+    """What `job` (a request, a `TrainingConfig`, or a `Work`) asks on `card`, and the arrangement that it names itself."""
+    if isinstance(job, GenerationRequest):
+        work, own = work_of_request(job, sizes, computing=computing_of(card)), Layout()
+    elif isinstance(job, Work):
+        work, own = job, Layout()
+    else:
+        work, own = work_of_training(job, sizes)
+    return replace(work, **(known or {})), own
 
 
 def fixed_of(card: Card) -> Fixed:

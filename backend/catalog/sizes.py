@@ -150,8 +150,8 @@ def published() -> dict:
 
 def tables(folder: Path | None = None) -> dict[str, dict]:
     """Fingerprint -> sizes and closed forms: those that ship, then those that were traced here (in `folder`)."""
-    traced = folder is not None and folder.is_dir()
-    return _tables(folder if traced else None, folder.stat().st_mtime_ns if traced else 0)
+    changed = _changed(folder)
+    return _tables(folder if changed else None, changed)
 
 
 @lru_cache(maxsize=8)
@@ -163,8 +163,20 @@ def _tables(folder: Path | None, changed: int) -> dict[str, dict]:
         except ValueError:
             continue  # half-written elsewhere: the folder changes again when it is whole
         for table in listed:
-            found[table["key"]] = table
+            found[table["key"]] = _merged(found.get(table["key"], {}), table)
     return found
+
+
+def _merged(shipped: dict, traced: dict) -> dict:
+    """A table with the forms of another of the same network besides."""
+    if not shipped:
+        return traced
+    both = {**shipped, **{name: traced[name] for name in ("failed",) if name in traced}}
+    both["forms"] = {**shipped["forms"], **traced.get("forms", {})}
+    if "cpu" in shipped or "cpu" in traced:
+        both["cpu"] = {**shipped.get("cpu", {}), **traced.get("cpu", {})}
+    both["configs"] = [*shipped.get("configs", ()), *traced.get("configs", ())]
+    return both
 
 
 def sizes_of(model: ModelSpec | str, *, folder: Path | None = None) -> ModelSizes:
@@ -174,11 +186,19 @@ def sizes_of(model: ModelSpec | str, *, folder: Path | None = None) -> ModelSize
     """
     if not isinstance(model, ModelSpec):
         return _of_name(model, folder)
-    kept = _KEPT.get(id(model))
-    if kept is None or kept[0]() is not model or kept[1] != folder or kept[2].estimating:
+    kept, state = _KEPT.get(id(model)), (folder, _changed(folder))
+    if kept is None or kept[0]() is not model or kept[1] != state:
         key = id(model)
-        kept = _KEPT[key] = (weakref.ref(model, lambda _: _KEPT.pop(key, None)), folder, _of_spec(model, folder))
+        kept = _KEPT[key] = (weakref.ref(model, lambda _: _KEPT.pop(key, None)), state, _of_spec(model, folder))
     return kept[2]
+
+
+def _changed(folder: Path | None) -> int:
+    """When a table was added to `folder`, in nanoseconds; 0 without one."""
+    try:
+        return folder.stat().st_mtime_ns if folder is not None else 0
+    except OSError:
+        return 0
 
 
 _KEPT: dict[int, tuple] = {}  # a spec's thousands of tensors are read once, not at every keystroke

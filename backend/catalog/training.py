@@ -232,7 +232,11 @@ def _decoder_bytes(terms: Terms, layout: Layout) -> int:
 
 def _save(terms: Terms, weights: dict[str, int], staging: int, trained: int):
     """The result is put together in RAM, where a CPU computes too; states are written from where they are."""
-    result = terms.work.saved_number_bytes * terms.work.trained_numel if terms.fixed.on_cpu else 0
+    work = terms.work
+    number = work.saved_number_bytes if work.saved_number_bytes != 4 else 0  # float32 is saved from where it is
+    if work.averages:
+        number = max(number + work.saved_number_bytes, 4 if number else 0)  # the mean's, copied before it is put back
+    result = number * work.trained_numel if terms.fixed.on_cpu else 0
     return estimate.phase(
         "save", weights, Working(result, result, result), terms.fixed, staging=staging, adapter=trained
     )

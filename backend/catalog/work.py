@@ -8,6 +8,7 @@ from pathlib import Path
 
 from backend.catalog import edited, words
 from backend.catalog.arrangement import FP8, TRAINING_RUNGS, Layout, PartLayout, Update, Work
+from backend.catalog.method import method_of_values, numbers_of
 from backend.catalog.rounded import is_rounded
 from backend.catalog.sizes import ModelSizes, PartSizes, published
 from backend.catalog.text import ends_with, listed
@@ -103,7 +104,7 @@ def work_of_training(config, sizes: ModelSizes) -> tuple[Work, Layout]:
     targets, numel = (
         ("full", sum(sizes.parts[name].numel for name in full if name in sizes.parts))
         if full
-        else lora_size(part, values["lora_target_modules"], values["lora_rank"])
+        else lora_size(part, values["lora_target_modules"], values["lora_rank"], algorithm=values["lora_algorithm"])
     )
     computing, words = COMPUTING.get(values["mixed_precision"], "bfloat16"), sizes.defaults.get("text_tokens", 128)
     work = Work(
@@ -116,6 +117,8 @@ def work_of_training(config, sizes: ModelSizes) -> tuple[Work, Layout]:
         computing=computing,
         targets=targets,
         trained=full or (base,),
+        method=method_of_values(values).word,
+        algorithm=values["lora_algorithm"],
         rank=values["lora_rank"],
         trained_numel=numel,
         batch=values["batch_size"],
@@ -129,9 +132,15 @@ def work_of_training(config, sizes: ModelSizes) -> tuple[Work, Layout]:
         total_steps=values.get("max_steps") or 1000,
         idle_numel=min(
             numel,
-            idle_numel(part, () if full else lora_targets(part, values["lora_target_modules"]), values["lora_rank"]),
+            idle_numel(
+                part,
+                () if full else lora_targets(part, values["lora_target_modules"]),
+                values["lora_rank"],
+                algorithm=values["lora_algorithm"],
+            ),
         ),
         saved_number_bytes=4 if values.get("save_dtype") == "float32" else 2,
+        averages=bool(values.get("ema_decay")),
         can=TRAINING_RUNGS & values.keys(),
     )
     return work, _own_layout(values, sizes)
@@ -182,7 +191,7 @@ def is_named(name: str, entries: str | None) -> bool:
     return any(re.search(rf"(^|[/:])({words})([/.]|$)", entry.strip()) for entry in (entries or "").split(","))
 
 
-def lora_size(part: PartSizes, wanted: str, rank: int) -> tuple[str, int]:
+def lora_size(part: PartSizes, wanted: str, rank: int, *, algorithm: str = "lora") -> tuple[str, int]:
     """(a traced set of modules that has all of them, how many numbers train) of a LoRA of `rank` on the modules that `wanted` names.
 
     As `lora_target_modules`: ends of names, a regular expression, "all-linear", the name of a set, or "" for those that are usual.
@@ -192,7 +201,7 @@ def lora_size(part: PartSizes, wanted: str, rank: int) -> tuple[str, int]:
         lora_targets(part, wanted),
         _layers(part),
     )
-    numel = sum(rank * (rows + columns) * count for rows, columns, count in map(layers.get, chosen))
+    numel = sum(numbers_of(algorithm, rank, rows, columns) * count for rows, columns, count in map(layers.get, chosen))
     holding = [name for name, inside in sets.items() if all(_targeted(one, "", inside) for one in chosen)]
     return min(holding, key=lambda name: len(sets[name]), default="all"), numel
 
@@ -234,12 +243,13 @@ def is_pattern(wanted: str) -> bool:
     return re.search(r"[\\^$*+?()\[\]{}|]", wanted) is not None
 
 
-def idle_numel(part: PartSizes, targets, rank: int) -> int:
+def idle_numel(part: PartSizes, targets, rank: int, *, algorithm: str = "lora") -> int:
     """Numbers that train and never get a gradient: of the last block's modules whose results nothing reads. Without `targets` all train."""
     ends = published()["networks"].get(part.kind, {}).get("idle", ())
     idle = [name for name in targets or part.linears if _targeted(name, "", ends)]
     return sum(
-        rank * (rows + columns) if targets else rows * (columns + 1) for rows, columns, _ in map(part.linears.get, idle)
+        numbers_of(algorithm, rank, rows, columns) if targets else rows * (columns + 1)
+        for rows, columns, _ in map(part.linears.get, idle)
     )
 
 

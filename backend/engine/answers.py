@@ -1,4 +1,8 @@
-"""The helper that traces networks which no shipped table covers: `python -m backend.engine.answers FOLDER`."""
+"""The helper that traces networks which no shipped table covers, or not for this job: `python -m backend.engine.answers FOLDER`.
+
+A question is a file `NAME.ask` ({"network", "config", "wants"}); the answer is a table beside it, `NAME.json`. What is asked for is traced
+first. While nobody asks, what may be asked next of the same networks is traced: the usual LoRA, training on a card, float32, the rest.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from backend.engine import trace
+from backend.engine import cpu_forms, step_forms, trace
 
 CPU_NUMEL = 10**9  # parameters of a network that somebody may train on a CPU
 USUAL = 3  # forms of the usual LoRA: everything kept, checkpointed, and its samples
@@ -17,48 +21,138 @@ MANY_BLOCKS = 60  # where a configuration leaves its depth to the class
 
 
 def serve(folder: Path, *, idle_seconds: float = 600.0) -> None:
-    """Answers each `NAME.ask` ({"network", "config"}) in `folder` by a `NAME.json` beside it, for as long as questions come.
+    """Answers the questions in `folder` for as long as some come.
 
-    A network that cannot be traced is answered by a file without tables that says why.
+    A network that cannot be traced is answered by a file without tables that says why; of one that can, the forms that cannot are listed as
+    "failed".
     """
     facts = trace.published()["networks"]
+    later: dict[str, Iterator[dict]] = {}
     last = time.monotonic()
     while time.monotonic() - last < idle_seconds:
-        for question in sorted(folder.glob("*.ask")):
+        questions = sorted(folder.glob("*.ask"), key=_age)
+        for question in questions[:1]:  # a newer one may have come before the second
             try:
                 asked = json.loads(question.read_text(encoding="utf-8"))
-                for table in _tables(asked["network"], asked["config"], facts):
-                    trace.write(question.with_suffix(".json"), [table])
+                table = answer(question.with_suffix(".json"), asked, facts)
+                later.setdefault(question.stem, _rest(table, asked["network"], asked["config"], facts))
             except Exception as error:  # the helper outlives a model that it cannot trace
                 text = json.dumps({"tables": [], "trouble": f"{type(error).__name__}: {error}"})
                 question.with_suffix(".json").write_text(text, encoding="utf-8")
             question.unlink(missing_ok=True)
             last = time.monotonic()
+        if questions:
+            continue
+        if later:
+            name = next(iter(later))
+            try:
+                more = next(later[name], None)
+            except Exception as error:
+                print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                more = None
+            if more is None:
+                del later[name]
+            else:
+                _keep(folder / f"{name}.json", more)
+            last = time.monotonic()
+            continue
         time.sleep(0.2)
 
 
-def _tables(network: str, config: dict, facts: dict) -> Iterator[dict]:
-    """One table after the other, each with more in it: what a picture needs; of networks that anybody would train on a CPU, the usual LoRA
-    there in bfloat16; training on a card, which takes several times as long; the usual LoRA in float32, which is no multiple of the former (under
-    autocast much is float32 anyway); and the rest."""
-    found, known = trace.table(network, config, facts=facts, like={"forms": {}}), facts[network.rpartition(":")[2]]
-    yield found
-    if "lora" not in known:
+def _age(question: Path) -> float:
+    """The newest first: what somebody looks at now."""
+    try:
+        return -question.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def answer(file: Path, asked: dict, facts: dict) -> dict:
+    """Traces what `asked` wants and `file` has not, writing it form by form. Returns the table."""
+    network, config, wants = asked["network"], asked["config"], asked.get("wants", [])
+    known = facts.get(network.rpartition(":")[2])
+    found = _read(file)
+    if found is None:
+        first = "float32" if wants and all("/float32" in one for one in wants) and not _trains(known) else "bfloat16"
+        shallow = asked.get("shipped", False)  # the shipped table has all but what is wanted
+        found = (
+            trace.bare(network, config, facts=facts)
+            if shallow
+            else trace.table(network, config, facts=facts, like={"forms": {}}, dtypes=(first,))
+        )
+        _keep(file, found)
+    for key in wants:
+        if key in found["forms"] or key in found.get("cpu", {}) or key in found.get("failed", ()):
+            continue
+        try:
+            found = _with(found, network, config, known, key)
+        except Exception as error:  # this form alone cannot be traced
+            print(f"{file.stem} {key}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            found = {**found, "failed": [*found.get("failed", ()), key]}
+        _keep(file, found)
+    return found
+
+
+def _trains(known: dict | None) -> bool:
+    return known is not None and "lora" in known
+
+
+def _with(found: dict, network: str, config: dict, known: dict, key: str) -> dict:
+    """`found` with the form `key`, and whatever comes with it."""
+    first, *words = key.split("/")
+    if first in cpu_forms.KERNELS:
+        cpu = {"plain_tokens": known["plain_tokens"], **found.get("cpu", {})}
+        return {**found, "cpu": {**cpu, key: cpu_forms.form_of(network, config, known, key)}}
+    if first == "step":
+        targets, kept, name = words[:3]
+        texts = "" if network.endswith("WanTransformer3DModel") else "t"
+        dtype = trace.DTYPES[name]
+        forms = step_forms.forms_of(network, config, known, dtype, name, targets, kept == "checkpointed", texts)
+        return {**found, "forms": {**found["forms"], **forms}}
+    return {**found, "forms": {**found["forms"], **trace.forms_of(network, config, known, words[0])}}
+
+
+def _read(file: Path) -> dict | None:
+    try:
+        tables = json.loads(file.read_text(encoding="utf-8")).get("tables", ())
+    except (OSError, ValueError, AttributeError):
+        return None
+    return tables[0] if tables else None
+
+
+def _keep(file: Path, table: dict) -> None:
+    trace.write(file, [table])
+
+
+def _rest(found: dict, network: str, config: dict, facts: dict) -> Iterator[dict]:
+    """One table after the other, each with more in it. Of a network with a shipped table nothing."""
+    known = facts[network.rpartition(":")[2]]
+    if not found["forms"]:
+        return
+    if not _trains(known):
+        for name in trace.DTYPES:
+            if not any(f"/{name}" in key for key in found["forms"]):
+                found = {**found, "forms": {**found["forms"], **trace.forms_of(network, config, known, name)}}
+                yield found
         return
     small = "plain_tokens" in known and _numel(found, config) <= CPU_NUMEL
+    cpu = dict(found.get("cpu", {}))
     wide, narrow = (
-        trace.cpu_tables(network, config, known, dtypes=(name,)) if small else iter(())
-        for name in ("float32", "bfloat16")
+        cpu_forms.names_of_forms(known, trace.DTYPES[name], name) if small else () for name in ("float32", "bfloat16")
     )
-    cpu: dict = {}
-    for forms in itertools.islice(narrow, USUAL):
-        cpu |= forms
-        yield {**found, "cpu": cpu}
-    found = trace.table(network, config, facts=facts)
-    yield {**found, "cpu": cpu} if cpu else found
-    for forms in itertools.chain(itertools.islice(wide, USUAL), narrow, wide):
-        cpu |= forms
-        yield {**found, "cpu": cpu}
+
+    def more(names) -> Iterator[dict]:
+        for key in names:
+            if key not in cpu:
+                cpu.update({"plain_tokens": known["plain_tokens"], key: cpu_forms.form_of(network, config, known, key)})
+                yield {**found, "cpu": cpu}
+
+    yield from more(itertools.islice(narrow, USUAL))
+    if not any(key.startswith("step/") for key in found["forms"]):
+        whole = trace.table(network, config, facts=facts)
+        found = {**found, "forms": {**whole["forms"], **found["forms"]}}
+        yield {**found, "cpu": cpu} if cpu else found
+    yield from more((*itertools.islice(wide, USUAL), *narrow, *wide))
 
 
 def _numel(table: dict, config: dict) -> int:

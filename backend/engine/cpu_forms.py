@@ -10,8 +10,10 @@ from collections.abc import Iterator
 
 import torch
 
+from backend.catalog.method import Method, method_of
 from backend.engine import cpu_step, forms, shallow
 from backend.engine.cpu_step import BOTTOM, FORWARD, TOP
+from backend.engine.stages import LORA
 from backend.engine.tape import Tape, fakes
 
 SECTIONS = {"forward": ("", FORWARD), "begins": (FORWARD, TOP), "ends": (BOTTOM, "end")}
@@ -23,12 +25,21 @@ CELLS = {"plain": ((12, 20), (16, 26), (8, 10)), "fused": ((48, 80), (64, 104), 
 TEXTS, MANY, WIDE = (14, 33, 23), (2, 3, 5), (20, 8, 14)
 
 
+KERNELS = cpu_step.KERNELS
+
+
 def forms_of(network: str, config: dict, known: dict, dtype: torch.dtype, name: str) -> Iterator[tuple[str, dict]]:
     """All forms of a run in `dtype` (called `name`), what is asked for most often first.
 
     Of steps under "KERNEL/TARGETS/checkpointed|kept/DTYPE": features and, of each section, the pieces of each depth, for one picture ("b1")
     and more ("bn"). Of samples under "KERNEL/sample/TARGETS/DTYPE": one picture, and both halves of guidance ("b2").
     """
+    for key in names_of_forms(known, dtype, name):
+        yield key, form_of(network, config, known, key)
+
+
+def names_of_forms(known: dict, dtype: torch.dtype, name: str) -> Iterator[str]:
+    """Those of `forms_of`."""
     for kernel in cpu_step.KERNELS if dtype != torch.float32 else cpu_step.KERNELS[:1]:
         sets = (
             sorted((*known["lora"], "full"), key=lambda name: name != "usual")
@@ -37,19 +48,43 @@ def forms_of(network: str, config: dict, known: dict, dtype: torch.dtype, name: 
         )
         for targets in sets:
             for checkpointed in (False, True):
-                key = f"{kernel}/{targets}/{'checkpointed' if checkpointed else 'kept'}/{name}"
-                yield key, steps(network, config, known, dtype, kernel, targets, checkpointed=checkpointed)
+                yield f"{kernel}/{targets}/{'checkpointed' if checkpointed else 'kept'}/{name}"
             if targets in ("usual", "full"):
-                yield f"{kernel}/sample/{targets}/{name}", samples(network, config, known, dtype, kernel, targets)
+                yield f"{kernel}/sample/{targets}/{name}"
+
+
+def form_of(network: str, config: dict, known: dict, key: str) -> dict:
+    """The form that is called `key`, as `forms_of` names them; after "@" targets may name a method other than a lean LoRA. Raises ValueError
+    for what is no such name."""
+    kernel, *words, name = key.split("/")
+    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}.get(name)
+    if dtype is None or kernel not in cpu_step.KERNELS or len(words) != 2:
+        raise ValueError(f"{key!r} names no form of a run on a CPU.")
+    sample = words[0] == "sample"
+    targets, _, word = words[sample].partition("@")
+    method = method_of(word)
+    if sample:
+        return samples(network, config, known, dtype, kernel, targets, method=method)
+    return steps(network, config, known, dtype, kernel, targets, checkpointed=words[1] == "checkpointed", method=method)
 
 
 def steps(
-    network: str, config: dict, known: dict, dtype: torch.dtype, kernel: str, targets: str, *, checkpointed: bool
+    network: str,
+    config: dict,
+    known: dict,
+    dtype: torch.dtype,
+    kernel: str,
+    targets: str,
+    *,
+    checkpointed: bool,
+    method: Method = LORA,
 ) -> dict:
     """Forms of a step of one picture and of several."""
     wanted = known["lora"].get(targets, [])
     return {
-        name: step_form(network, config, known, dtype, kernel, wanted, many=many, checkpointed=checkpointed)
+        name: step_form(
+            network, config, known, dtype, kernel, wanted, many=many, checkpointed=checkpointed, method=method
+        )
         for name, many in (("b1", False), ("bn", True))
     }
 
@@ -64,15 +99,17 @@ def step_form(
     *,
     many: bool,
     checkpointed: bool,
+    method: Method = LORA,
 ) -> dict:
     """The form of a step with adapters on `targets`, or (none) of all weights: features, and each section's pieces at each depth."""
-    names, points = names_of(many=many), points_of(kernel, many=many)
+    names, points = names_of(many=many), points_of(kernel, many=many, rank=method.rank)
     span = SPAN[kernel] | {"b": PICTURES if many else (1, 1), "r": RANKS if targets else (1, 1)}
     sections = {section: [] for section in SECTIONS}
     for depths in shallow.depths_of(known):
         few = shallow.config_of(config, known, depths)
         tapes = [
-            step_tape(network, few, known, dtype, targets, point, kernel, checkpointed=checkpointed) for point in points
+            step_tape(network, few, known, dtype, targets, point, kernel, checkpointed=checkpointed, method=method)
+            for point in points
         ]
         for section, between in SECTIONS.items():
             form = forms.fit(names, points, tapes, span, section=between, single=True)
@@ -91,9 +128,12 @@ def names_of(*, many: bool) -> list[str]:
     return [*apart, *("b" if one == "1" else f"b{one}" for one in apart)] if many else apart
 
 
-def points_of(kernel: str, *, many: bool) -> list[dict]:
+def points_of(kernel: str, *, many: bool, rank: int = 0) -> list[dict]:
+    """Where a network is traced; `rank`: everywhere at this one."""
     rows = zip(CELLS[kernel], TEXTS, MANY, WIDE, strict=True)
-    return [{"h": h, "w": w, "n": h * w // 4, "t": t, "b": b if many else 1, "r": r} for (h, w), t, b, r in rows]
+    return [
+        {"h": h, "w": w, "n": h * w // 4, "t": t, "b": b if many else 1, "r": rank or r} for (h, w), t, b, r in rows
+    ]
 
 
 def _without_zeros(names: list[str], sections: dict[str, list]) -> dict:
@@ -119,6 +159,7 @@ def step_tape(
     kernel: str,
     *,
     checkpointed: bool,
+    method: Method = LORA,
 ) -> Tape:
     """A step of a run on a CPU at `point`, with adapters on `targets` or (none) of all weights."""
     with fakes():
@@ -130,21 +171,34 @@ def step_tape(
             rank=point["r"],
             checkpointed=checkpointed,
             kernel=kernel,
+            method=method,
         )
         blocks = [block for name in known["blocks"] for block in module.get_submodule(name)]
-        return cpu_step.step_tape(module, blocks, point, dtype, lean=bool(targets))
+        lean = bool(targets) and method.lean
+        return cpu_step.step_tape(module, blocks, point, dtype, lean=lean, drawing=method.drawing)
 
 
-def samples(network: str, config: dict, known: dict, dtype: torch.dtype, kernel: str, targets: str) -> dict:
+def samples(
+    network: str, config: dict, known: dict, dtype: torch.dtype, kernel: str, targets: str, *, method: Method = LORA
+) -> dict:
     """Forms of a sample's pass, one picture and both halves of guidance: autocast keeps copies of all weights that train in float32."""
     names, wanted = ["1", "n", "t", "s", "ss"], known["lora"].get(targets, [])
     found = {name: {"features": names, "pieces": []} for name in ("b1", "b2")}
     with fakes():
         for depths in shallow.depths_of(known):
             few = shallow.config_of(config, known, depths)
-            module = cpu_step.network(network, few, dtype, targets=wanted, rank=RANK, checkpointed=False, kernel=kernel)
+            module = cpu_step.network(
+                network,
+                few,
+                dtype,
+                targets=wanted,
+                rank=method.rank or RANK,
+                checkpointed=False,
+                kernel=kernel,
+                method=method,
+            )
             for batch in (1, 2):
-                points = [{**point, "b": batch, "r": RANK} for point in points_of(kernel, many=False)]
+                points = [{**point, "b": batch, "r": method.rank or RANK} for point in points_of(kernel, many=False)]
                 tapes = [cpu_step.sample_tape(module, point, dtype) for point in points]
                 form = forms.fit(names, points, tapes, SPAN[kernel], single=True)
                 found[f"b{batch}"]["pieces"].append(_centred(form["pieces"]))

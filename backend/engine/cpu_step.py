@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from backend.catalog.method import Method
 from backend.engine import plain_attention, stages
+from backend.engine.stages import LORA
 from backend.engine.tape import Tape, record
 
 KERNELS = ("plain", "fused")  # attention in matrix products for short sequences, torch's own for long ones
@@ -22,14 +24,22 @@ FORWARD, TOP, BOTTOM = (
 
 
 def network(
-    name: str, config: dict, dtype: torch.dtype, *, targets: list[str], rank: int, checkpointed: bool, kernel: str
+    name: str,
+    config: dict,
+    dtype: torch.dtype,
+    *,
+    targets: list[str],
+    rank: int,
+    checkpointed: bool,
+    kernel: str,
+    method: Method = LORA,
 ) -> torch.nn.Module:
     """The network as a run on a CPU has it: with adapters on `targets`, or (none) with weights in float32 that train."""
     module = stages.build(name, config, dtype if targets else torch.float32)
     if kernel == "plain":
         plain_attention.use(module)
     if targets:
-        stages.add_lora(module, targets, rank, torch.float32)
+        stages.add_lora(module, targets, rank, torch.float32, method=method)
     else:
         module.requires_grad_(True)
     module.train()
@@ -39,14 +49,21 @@ def network(
 
 
 def step_tape(
-    module: torch.nn.Module, blocks: list[torch.nn.Module], point: dict, dtype: torch.dtype, *, lean: bool
+    module: torch.nn.Module,
+    blocks: list[torch.nn.Module],
+    point: dict,
+    dtype: torch.dtype,
+    *,
+    lean: bool,
+    drawing: int = 0,
 ) -> Tape:
-    """One step without gradients of an earlier one, with marks. `blocks` in the order in which they compute; `lean`: no autocast."""
+    """One step without gradients of an earlier one, with marks. `blocks` in the order in which they compute; `lean`: no autocast; `drawing`:
+    denoising steps of a student."""
 
     def work(tape: Tape) -> None:
         latents, noise = _latents(module, point), _latents(module, point)
         with _marking(blocks, tape):
-            loss = _loss(module, latents, noise, point, dtype, lean=lean)
+            loss = _loss(module, latents, noise, point, dtype, lean=lean, drawing=drawing)
             tape.mark(FORWARD)
             loss.backward()
             del loss
@@ -88,18 +105,34 @@ def _condition(module: torch.nn.Module, point: dict, dtype: torch.dtype) -> dict
     return {"embeds": torch.empty(batch, point["t"], module.config.joint_attention_dim, dtype=dtype), "mask": mask}
 
 
-def _loss(module, latents, noise, point: dict, dtype: torch.dtype, *, lean: bool) -> torch.Tensor:
+def _loss(module, latents, noise, point: dict, dtype: torch.dtype, *, lean: bool, drawing: int) -> torch.Tensor:
     """As the trainer's learner computes it; all that is only of the forward pass is gone when this returns."""
     from backend.families import qwen_image
 
     wide = dtype == torch.float32
     sigma = torch.empty(point["b"], 1, 1, 1)
     with torch.autocast("cpu", dtype=torch.bfloat16 if wide else dtype, enabled=not wide):
+        if drawing:
+            drawn = _drawn(module, noise, point, dtype, lean=lean, drawing=drawing)
+            return ((drawn.float() - latents.float()) ** 2).flatten(1).mean(1).sum()
         x = ((1 - sigma) * latents + sigma * noise).to(dtype)
         with torch.autocast("cpu", enabled=False) if lean else contextlib.nullcontext():
             velocity = qwen_image.predict({"dit": module}, x, torch.empty(point["b"]), _condition(module, point, dtype))
         squares = (velocity.float() - (noise - latents).float()) ** 2
         return squares.flatten(1).mean(1).sum()
+
+
+def _drawn(module, noise, point: dict, dtype: torch.dtype, *, lean: bool, drawing: int) -> torch.Tensor:
+    """As the trainer's student draws."""
+    from backend.families import qwen_image
+
+    x, levels, condition = noise, torch.empty(drawing + 1), _condition(module, point, dtype)
+    for step in range(drawing):
+        sigma = levels[step].expand(len(x))
+        with torch.autocast("cpu", enabled=False) if lean else contextlib.nullcontext():
+            velocity = qwen_image.predict({"dit": module}, x.to(dtype), sigma, condition)
+        x = x + (levels[step + 1] - levels[step]) * velocity.float()
+    return x
 
 
 @contextlib.contextmanager

@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
+from backend.catalog.method import Method
 from backend.catalog.text import ends_with
 from backend.engine import vision_tower
 from backend.engine.load import checked_network
 from backend.engine.tape import Tape, record
+
+LORA = Method()
 
 
 def build(network: str, config: dict, dtype: torch.dtype) -> torch.nn.Module:
@@ -239,11 +242,28 @@ def _pixels_per_cell(module) -> int:
     return getattr(module.config, "scale_factor_spatial", None) or 8
 
 
-def add_lora(module: torch.nn.Module, targets: list[str], rank: int, dtype: torch.dtype, *, thin: bool = True) -> None:
+class _Never:
+    """In the place of the chance with which peft leaves an adapter out: it compares that with a number drawn, and fake tensors have none."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), keywords=None):
+        return True
+
+
+def add_lora(
+    module: torch.nn.Module,
+    targets: list[str],
+    rank: int,
+    dtype: torch.dtype,
+    *,
+    thin: bool = True,
+    method: Method = LORA,
+) -> None:
     """Adapters of `rank` on the linear layers whose names end in `targets`, with weights of `dtype`; `thin` as the trainer makes them."""
     import peft
 
     from backend.engine import lean
+    from backend.engine.adapter_config import peft_config
 
     # peft moves what it wraps to its device, which fake parameters do not allow and do not need
     kept, torch.nn.Module.to = torch.nn.Module.to, lambda self, *args, **kwargs: self
@@ -251,8 +271,12 @@ def add_lora(module: torch.nn.Module, targets: list[str], rank: int, dtype: torc
         with _default(dtype):
             linear = [name for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)]
             wanted = [name for name in linear if any(ends_with(name, end) for end in targets)]
-            settings = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=wanted, init_lora_weights=False)
+            dropout = 0.1 if method.dropout else 0.0
+            settings = peft_config(method.algorithm, wanted, rank=rank, alpha=rank, dropout=dropout)
             peft.inject_adapter_in_model(settings, module)
+        for layer in module.modules():
+            if isinstance(chances := getattr(layer, "module_dropout", None), dict):
+                chances.update(dict.fromkeys(chances, _Never()))
         if thin:
             lean.make_lean(module)
     finally:

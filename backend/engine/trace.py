@@ -51,20 +51,33 @@ def table(
     if "lora" in known:
         found["tables"] = _table_bytes(network, config, known)
     for name in dtypes:
-        dtype = DTYPES[name]
-        if "lora" in known:
-            found["forms"] |= _denoiser(network, config, known, dtype, name, trained=like is None)
-        elif kind.startswith("Autoencoder"):
-            found["forms"] |= _autoencoder(network, config, dtype, name)
-        elif kind == vision_tower.KIND:
-            found["forms"] |= vision_forms.forms_of(network, config, known, dtype, name)
+        if "lora" in known and like is None:
+            found["forms"] |= _denoiser(network, config, known, DTYPES[name], name, trained=True)
         else:
-            found["forms"] |= _encoder(network, config, known, dtype, name)
+            found["forms"] |= forms_of(network, config, known, name)
     if cpu and "plain_tokens" in known:
         *_, found["cpu"] = cpu_tables(network, config, known, dtypes=dtypes)
     if like is not None:
         found["forms"] |= {key: form for key, form in like["forms"].items() if key.startswith("step/")}
     return found
+
+
+def bare(network: str, config: dict, *, facts: dict) -> dict:
+    """A table of one network without forms, to take some up that a shipped table lacks."""
+    kind = network.rpartition(":")[2]
+    return {"network": kind, **_sizes(network, config, facts[kind]), "forms": {}}
+
+
+def forms_of(network: str, config: dict, known: dict, name: str) -> dict:
+    """Closed forms of one network in the dtype called `name`; of a transformer those of its pass alone."""
+    kind, dtype = network.rpartition(":")[2], DTYPES[name]
+    if "lora" in known:
+        return _denoiser(network, config, known, dtype, name, trained=False)
+    if kind.startswith("Autoencoder"):
+        return _autoencoder(network, config, dtype, name)
+    if kind == vision_tower.KIND:
+        return vision_forms.forms_of(network, config, known, dtype, name)
+    return _encoder(network, config, known, dtype, name)
 
 
 def cpu_tables(network: str, config: dict, known: dict, *, dtypes: tuple[str, ...]) -> Iterator[dict]:

@@ -8,6 +8,7 @@ files where they are (`cache/headers`).
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from backend.catalog import download, remote
@@ -26,26 +27,42 @@ def folder(places: Places) -> Path:
     return places.user / FOLDER
 
 
-def ask(spec: ModelSpec, places: Places) -> tuple[str, ...]:
+def ask(spec: ModelSpec, places: Places, wants: Mapping[str, Sequence[str]] | None = None) -> tuple[str, ...]:
     """Asks for every part of `spec` whose working memory is unknown, and sees to it that somebody answers. Returns those parts.
 
-    A part that the helper could not trace before is not asked for again.
+    `wants`: part -> names of the forms that a job needs (`needed.missing`), which are traced before all others. A part that the helper could
+    not trace before is not asked for again.
     """
     home = folder(places)
-    unknown = sizes_of(spec, folder=home).estimating
+    sizes = sizes_of(spec, folder=home)
     asked = []
-    for name in unknown:
-        part = spec.parts[name]
+    for name in dict.fromkeys((*sizes.estimating, *(wants or {}))):
+        part, more = spec.parts[name], list((wants or {}).get(name, ()))
         word = f"{part.network.rpartition(':')[2]}-{_digest(part.config)}"
-        if (home / f"{word}.json").exists():
+        answered = (home / f"{word}.json").exists()
+        if answered and (not more or not sizes.parts[name].table):
             continue
         home.mkdir(parents=True, exist_ok=True)
-        if not (home / f"{word}.ask").exists():
-            write_text(home / f"{word}.ask", json.dumps({"network": part.network, "config": part.config}))
+        question = {
+            "network": part.network,
+            "config": part.config,
+            "wants": more,
+            "shipped": name not in sizes.estimating and not answered,
+        }
+        if _asked(home / f"{word}.ask") != question:
+            write_text(home / f"{word}.ask", json.dumps(question))
         asked.append(name)
     if asked:
         _ensure(places)
     return tuple(asked)
+
+
+def _asked(file: Path) -> dict | None:
+    """The question that is still open in `file`."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def _digest(config: dict) -> str:

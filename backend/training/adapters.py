@@ -13,13 +13,13 @@ from types import ModuleType
 import torch
 
 from backend.catalog.header import read_layout
-from backend.catalog.peft_config import METADATA, Turning, config_beside, turning_of
+from backend.catalog.peft_config import METADATA, config_beside, turning_of
 from backend.catalog.text import ends_with, listed
 from backend.engine import light
+from backend.engine.adapter_config import TURNING, peft_config
 from backend.schema.messages import Trouble
 
 _REGEX = re.compile(r"[\\^$*+?()\[\]{}|]")
-TURNING = Turning()  # OFT as PEFT, OneTrainer and ComfyUI have it where nothing is said
 ADAPTER = "default"  # peft's name for it inside the module
 
 
@@ -148,35 +148,16 @@ def _matching(pattern: dict[str, float], name: str, otherwise: float) -> float:
 
 
 def _peft_config(section, modules: tuple[str, ...], alpha: float, ranks: dict, alphas: dict):
-    peft = light.import_module("peft")
-
-    ranks = {end: int(rank) for end, rank in ranks.items()}
-    common = {"target_modules": list(modules), "rank_pattern": ranks, "alpha_pattern": alphas, "inference_mode": False}
-    kind, dropout = section.lora_algorithm, section.lora_dropout
-    if kind == "oft":
-        return peft.OFTConfig(
-            target_modules=list(modules),
-            r=0,
-            oft_block_size=section.lora_rank,
-            module_dropout=dropout,
-            init_weights=True,
-            use_cayley_neumann=not TURNING.exact,
-            num_cayley_neumann_terms=TURNING.terms,
-            inference_mode=False,
-        )
-    if kind in ("lora", "dora", "rslora"):
-        return peft.LoraConfig(
-            r=section.lora_rank,
-            lora_alpha=alpha,
-            lora_dropout=dropout,
-            use_dora=kind == "dora",
-            use_rslora=kind == "rslora",
-            init_lora_weights=True,
-            **common,
-        )
-    config = peft.LoHaConfig if kind == "loha" else peft.LoKrConfig
-    more = {"rank_dropout": dropout, "module_dropout": 0.0}
-    return config(r=section.lora_rank, alpha=alpha, init_weights=True, **more, **common)
+    return peft_config(
+        section.lora_algorithm,
+        modules,
+        rank=section.lora_rank,
+        alpha=alpha,
+        dropout=section.lora_dropout,
+        ranks={end: int(rank) for end, rank in ranks.items()},
+        alphas=alphas,
+        turning=TURNING,
+    )
 
 
 def adapter_state(adapter: Adapter, weights: dict[str, torch.Tensor], *, dtype: torch.dtype) -> dict[str, torch.Tensor]:

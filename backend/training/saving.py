@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+from backend.engine.adapter_config import TURNING
 from backend.schema.knobs import to_values
 from backend.schema.messages import Trouble
 from backend.training import shards
-from backend.training.adapters import TURNING
 from backend.training.checkpoint import State, list_states, prune_states, random_state, save_result, save_state
 from backend.training.lower import attempt
 from backend.training.results import result_metadata, result_tensors
