@@ -25,7 +25,6 @@ class Work:
     guidance: bool = False  # both halves go through together
     text_tokens: int = 128  # that the transformer is given
     read_tokens: int = 0  # that the text encoder reads; 0: as many
-    read_at_once: int = 1  # prompts that go through the text encoder together
     reference_pictures: int = 0  # as large as the picture itself (layers)
     reference_tokens: int = 0  # of pictures to edit, in the transformer
     reference_pixels: int = 0  # of the largest picture to edit, as it is encoded

@@ -116,12 +116,7 @@ def text(part: PartSizes, point: dict, work: Work, fixed: Fixed) -> Working:
     form, factor = _form(part, f"text{bare}/{{}}/b1", work.computing)
     if form is None:
         form, factor = _form(part, "text/{}/b1", work.computing)
-    if form is None:
-        return _unknown(part, {"n": point["t"] * work.read_at_once}, fixed)
-    live = evaluate(form, point)
-    if work.read_at_once > 1 and (two := _form(part, "text/{}/b2", work.computing)[0]) is not None:
-        live += (work.read_at_once - 1) * (evaluate(two, point) - live)
-    return _working(live * factor, form, fixed)
+    return _working(evaluate(form, point) * factor, form, fixed) if form else _unknown(part, {"n": point["t"]}, fixed)
 
 
 def told(part: PartSizes, point: dict) -> dict:

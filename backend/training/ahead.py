@@ -27,7 +27,6 @@ from backend.training.early import read_data
 from backend.training.edits import reference_sizes, sample_pictures, shown, whole
 from backend.training.prompts import EMPTY, prior_prompts
 
-AT_ONCE, AT_ONCE_EDITED = 16, 2  # prompts that are encoded together
 EXACT_SAMPLES = 2000  # of an epoch, up to which its batches are made as the run makes them
 STALE_SECONDS = 2.0
 _SIZES: dict[str, list] = {}  # of picture files: what `dataset` remembers
@@ -218,7 +217,6 @@ def _facts(config, data: Dataset, sizes: ModelSizes, family: ModuleType) -> dict
         "text_tokens": max(largest.told.given, max((one.given for one in dropped), default=0)),
         "batch": largest.count,
         "read_tokens": max(one.read for one in everything),
-        "read_at_once": min(AT_ONCE_EDITED if edits else AT_ONCE, len(set(captions)) + 2),
         "total_steps": config.training.max_steps or config.training.num_epochs * per_epoch,
         **samples,
         **({} if not edits else _edited(references, largest, shapes)),
