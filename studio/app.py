@@ -94,7 +94,7 @@ def build(studio: Studio) -> gr.Blocks:
 
         def add_lora(choice: dict, model: str, count: int, *values):
             *rows, prompt = values
-            choices = shelf.lora_choices(shelf.loras(studio), studio)
+            choices = shelf.lora_choices(shelf.loras(studio), studio, model)
             uses = lora_rows.with_lora(lora_rows.pairs(rows)[:count], choice["lora"])
             spec = models.chosen(studio, choice["lora"])
             words = generate_events.with_trigger(prompt, spec.trigger_words if spec else ())
@@ -150,7 +150,8 @@ def _wire_tabs(studio: Studio, tabs: gr.Tabs, generate_tab, redraw: Callable) ->
     def select(event: gr.SelectData):
         if event.index:  # the first tab alone has a choice of LoRAs
             return [gr.skip()] * len(generate_tab.rows.files)
-        return [gr.update(choices=shelf.lora_choices(shelf.loras(studio), studio))] * len(generate_tab.rows.files)
+        choices = shelf.lora_choices(shelf.loras(studio), studio, generate.remembered(studio)[0].model)
+        return [gr.update(choices=choices)] * len(generate_tab.rows.files)
 
     redraw(tabs.select(select, None, generate_tab.rows.files, **QUIET))
 
@@ -163,7 +164,8 @@ def _wire_load(studio, page, timer, tabs, ui, here, generate_tab, train_tab, pre
     def load(choice: dict, tab: str, *_):
         request, loras = generate.remembered(studio)
         found = shelf.models(studio)
-        choices, fresh = shelf.lora_choices(shelf.loras(studio), studio), generate.wants_fresh_seed(studio)
+        choices = shelf.lora_choices(shelf.loras(studio), studio, request.model)
+        fresh = generate.wants_fresh_seed(studio)
         fields, others = generate.fill(generate_tab, request, loras, choices, fresh=fresh)
         fields[list(generate_tab.form.controls).index("model")] = gr.update(
             choices=shelf.model_choices(found, studio), value=request.model

@@ -12,7 +12,7 @@ from backend.schema.messages import Trouble
 from studio import again
 from studio.draw import facts
 from studio.faces import picture_of
-from studio.shelf import family_title, fits, lora_title, model_id
+from studio.shelf import family_title, fits, fits_in_part, lora_title, model_id
 from studio.studio import Studio
 from studio.words import count_words, notice, part_words, safe, size_words, when_words
 
@@ -56,7 +56,14 @@ def _haystack(spec, studio: Studio) -> str:
 
 
 def lora_cards(
-    found: Sequence, *, model_family: str, shown: str, studio: Studio, now: float, some: bool = False
+    found: Sequence,
+    *,
+    model_family: str,
+    shown: str,
+    studio: Studio,
+    now: float,
+    some: bool = False,
+    model: ModelSpec | None = None,
 ) -> str:
     """One card for each file, those that cannot be read last, each with its reason."""
     if not found and some:
@@ -68,7 +75,7 @@ def lora_cards(
         )
     good = [spec for spec in found if isinstance(spec, LoraSpec)]
     bad = [entry for entry in found if not isinstance(entry, LoraSpec)]
-    tiles = "".join(_card(spec, model_family, shown, studio, now) for spec in good[:MOST_CARDS])
+    tiles = "".join(_card(spec, model_family, shown, studio, now, model) for spec in good[:MOST_CARDS])
     broken = "".join(_broken(entry) for entry in bad[:MOST_CARDS])
     more = ""
     if len(found) > MOST_CARDS:
@@ -76,7 +83,7 @@ def lora_cards(
     return f'<div class="cards">{tiles}{broken}</div>{more}'
 
 
-def _card(spec: LoraSpec, model_family: str, shown: str, studio: Studio, now: float) -> str:
+def _card(spec: LoraSpec, model_family: str, shown: str, studio: Studio, now: float, model: ModelSpec | None) -> str:
     family = family_title(spec.family, studio)
     rank = "–".join(str(r) for r in sorted({spec.ranks[0], spec.ranks[-1]})) if spec.ranks else ""
     kind = f"rank {rank}" if rank else ", ".join(spec.algorithms)
@@ -88,8 +95,10 @@ def _card(spec: LoraSpec, model_family: str, shown: str, studio: Studio, now: fl
         else f'<span class="face">{safe(spec.path.stem[:1].upper())}</span>'
     )
     words = f'<span class="trigger">{safe(", ".join(spec.trigger_words[:3])) or "&nbsp;"}</span>'
-    why = fits(spec, model_family, studio)
-    mark = f'<span class="pill">{"does not fit" if spec.family else "unknown family"}</span>' if why else ""
+    why = fits(spec, model_family, studio, model)
+    unknown = not spec.family and model is None
+    short = "fits in part" if fits_in_part(spec, model, studio) else "unknown family" if unknown else "does not fit"
+    mark = f'<span class="pill">{short}</span>' if why else ""
     meta = ", ".join(
         part for part in (spec.trainer, spec.base, when_words(spec.modified, now) if spec.modified else "") if part
     )
@@ -108,14 +117,19 @@ def _broken(entry: Trouble) -> str:
     )
 
 
-def lora_details(spec: LoraSpec | None, *, model_family: str, strengths: str, studio: Studio) -> str:
+def lora_details(
+    spec: LoraSpec | None, *, model_family: str, strengths: str, studio: Studio, model: ModelSpec | None = None
+) -> str:
     """Everything known of one file, in words."""
     if spec is None:
         return '<div class="stage empty small"><p>Choose a LoRA to see what it is.</p></div>'
-    why = fits(spec, model_family, studio)
-    verdict = (
-        notice(why, kind="warn") if why else notice("Made for the family of the model chosen in Generate.", kind="good")
+    why = fits(spec, model_family, studio, model)
+    good = (
+        "Fits the model chosen in Generate."
+        if model is not None
+        else "Made for the family of the model chosen in Generate."
     )
+    verdict = notice(why, kind="warn") if why else notice(good, kind="good")
     picture = picture_of(spec, studio)
     face = f'<img class="detail-face" src="{picture}" alt="">' if picture else ""
     rows = [

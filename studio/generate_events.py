@@ -71,6 +71,12 @@ def _wire_form(studio: Studio, tab: Generate, ui: gr.BrowserState, redraw: Calla
     model = tab.form.controls["model"]
     ask(model.input, fit_model, [model], tab.fields, [tab.edited], tab.keeping, trigger_mode="always_last")
 
+    def fit_loras(model: str):
+        choices = shelf.lora_choices(shelf.loras(studio), studio, model)
+        return [gr.update(choices=choices)] * len(tab.rows.files)
+
+    model.input(fit_loras, model, tab.rows.files, trigger_mode="always_last", **QUIET)
+
     def act_on_plan(event: gr.EventData, choice: dict, picture: str | None, *values):
         if event.do == "card":
             return unchanged(tab.fields), choice | {"card": event.what}
@@ -117,6 +123,7 @@ def _wire_go(studio: Studio, tab: Generate, ui: gr.BrowserState, redraw: Callabl
                 faults = faults_style({"edit_images": wrong}, prefix="set-")
                 return unchanged(tab.fields), notice(wrong, kind="bad"), gr.skip(), faults
             shelf.check_size(shelf.models(studio), request, studio)
+            shelf.check_loras(shelf.models(studio), request, studio)
             studio.engine.submit(for_its_model(studio, request))
             keep(studio, tab, request, values)
         except Trouble as trouble:
@@ -163,9 +170,10 @@ def _wire_restore(studio: Studio, tab: Generate, ui: gr.BrowserState) -> None:
         except Trouble as trouble:
             return unchanged(tab.fields), *unchanged(tab.others), trouble_notice(trouble)
         models = [value for _, value in shelf.model_choices(shelf.models(studio), studio)]
-        choices = shelf.lora_choices(shelf.loras(studio), studio)
-        files = [Path(value) for _, value in choices]
+        found = shelf.loras(studio)
+        files = [Path(value) for _, value in shelf.lora_choices(found, studio)]
         back = restore(settings, models=models, loras=files, places=studio.places)
+        choices = shelf.lora_choices(found, studio, back.request.model)
         words = " ".join(back.missing)
         said = notice(words, kind="warn") if words else notice(f"These are the settings of {path.name}.", kind="good")
         fields, others = fill(tab, back.request, back.loras, choices, fresh=False)

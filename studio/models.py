@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import gradio as gr
 
-from backend.catalog.spec import LoraSpec
+from backend.catalog.spec import LoraSpec, ModelSpec
 from backend.schema.messages import Trouble
 from studio import cards, shelf, tools
 from studio.draw import bars
@@ -96,26 +96,46 @@ def model_family(studio: Studio) -> str:
     return shelf.family_of(shelf.models(studio), value, studio)
 
 
+def chosen_model(studio: Studio) -> ModelSpec | None:
+    """The model that Generate has now; None where it is not here."""
+    value = str(read_values(request_file(studio.places)).get("model", shelf.STARTER))
+    return shelf.model_of(shelf.models(studio), value, studio)
+
+
 def chosen(studio: Studio, wish: str) -> LoraSpec | None:
     return next((s for s in shelf.loras(studio) if isinstance(s, LoraSpec) and str(s.path) == wish), None)
 
 
 def view(studio: Studio, tab: ModelsTab, choice: dict, seen: dict) -> tuple[list, dict]:
     """Updates for `tab.live_outputs`, and what was seen. The folders are read again when the tab, search or choice changes."""
-    family = model_family(studio)
+    family, model = model_family(studio), chosen_model(studio)
     at_work, tool_seen = tools.view(studio, seen)
-    key = (choice["lora"], choice["search"], choice["only"], choice["looks"], family, tools.written(tool_seen))
+    key = (
+        choice["lora"],
+        choice["search"],
+        choice["only"],
+        choice["looks"],
+        family,
+        model and model.path,
+        tools.written(tool_seen),
+    )
     if seen.get("key") == key:
         return [*[gr.skip()] * (len(tab.live_outputs) - len(at_work)), *at_work], seen | tool_seen
     found = shelf.loras(studio)
     spec = next((s for s in found if isinstance(s, LoraSpec) and str(s.path) == choice["lora"]), None)
-    listed = _filtered(cards.searched(found, choice["search"] or "", studio), choice["only"], family, studio)
+    listed = _filtered(cards.searched(found, choice["search"] or "", studio), choice["only"], family, studio, model)
     corrected = spec is not None and spec.evidence == ("corrected by hand",)
     out = [
         cards.lora_cards(
-            listed, model_family=family, shown=choice["lora"], studio=studio, now=time.time(), some=bool(found)
+            listed,
+            model_family=family,
+            shown=choice["lora"],
+            studio=studio,
+            now=time.time(),
+            some=bool(found),
+            model=model,
         ),
-        cards.lora_details(spec, model_family=family, strengths=_strengths(spec), studio=studio),
+        cards.lora_details(spec, model_family=family, strengths=_strengths(spec), studio=studio, model=model),
         cards.model_cards(shelf.models(studio), studio),
         gr.update(visible=spec is not None, value=spec.family if corrected else UNKNOWN),
         gr.update(visible=spec is not None),
@@ -124,9 +144,9 @@ def view(studio: Studio, tab: ModelsTab, choice: dict, seen: dict) -> tuple[list
     return out, seen | {"key": key} | tool_seen
 
 
-def _filtered(found: list, only: str, family: str, studio: Studio) -> list:
+def _filtered(found: list, only: str, family: str, studio: Studio, model: ModelSpec | None) -> list:
     if only == FITTING:
-        found = [s for s in found if isinstance(s, LoraSpec) and not shelf.fits(s, family, studio)]
+        found = [s for s in found if isinstance(s, LoraSpec) and not shelf.fits(s, family, studio, model)]
     elif only != ALL:
         found = [s for s in found if isinstance(s, LoraSpec) and only in (s.family, *s.families_possible)]
     return sorted(found, key=lambda s: -s.modified if isinstance(s, LoraSpec) else 0.0)

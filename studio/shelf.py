@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from backend.catalog import beside, library
+from backend.catalog import beside, library, lora_fit
 from backend.catalog import edits as catalog_edits
 from backend.catalog.sizes import sizes_of
 from backend.catalog.spec import LoraSpec, ModelSpec
@@ -72,10 +72,25 @@ def lora_title(spec: LoraSpec, studio: Studio) -> str:
     return spec.path.stem
 
 
-def lora_choices(found: Sequence[LoraSpec | Trouble], studio: Studio) -> list[tuple[str, str]]:
-    """(label, path), the newest first."""
+def lora_choices(
+    found: Sequence[LoraSpec | Trouble], studio: Studio, model: str | None = None
+) -> list[tuple[str, str]]:
+    """(label, path), the newest first. `model`: as a request calls the chosen one; what does not fit it comes last and says so."""
     specs = sorted((s for s in found if isinstance(s, LoraSpec)), key=lambda s: s.modified, reverse=True)
-    return [(lora_title(spec, studio), str(spec.path)) for spec in specs]
+    if model is None:
+        return [(lora_title(spec, studio), str(spec.path)) for spec in specs]
+    known = models(studio)
+    family, chosen = family_of(known, model, studio), model_of(known, model, studio)
+    good, bad = [], []
+    for spec in specs:
+        title, path = lora_title(spec, studio), str(spec.path)
+        if not fits(spec, family, studio, chosen):
+            good.append((title, path))
+        elif fits_in_part(spec, chosen, studio):
+            good.append((f"{title} (fits in part)", path))
+        else:
+            bad.append((f"{title} (does not fit this model)", path))
+    return [*good, *bad]
 
 
 def family_of(found: Sequence[ModelSpec | Trouble], value: str, studio: Studio) -> str:
@@ -145,11 +160,59 @@ def other_base(spec: LoraSpec | None, model: str, studio: Studio) -> str:
     return f"{lora_title(spec, studio)} was trained on {spec.base}; the model chosen here is {model}."
 
 
-def fits(spec: LoraSpec, family: str, studio: Studio) -> str:
-    """Why a LoRA does not fit a model of `family`, in a sentence; "" where it does or where nothing can be said."""
+def fits(spec: LoraSpec, family: str, studio: Studio, model: ModelSpec | None = None) -> str:
+    """Why a LoRA does not fit a model of `family`, in a sentence; "" where it does or where nothing can be said.
+
+    `model`: the very model, where it is here; then every module that the file touches has to be in it with its size.
+    """
+    if family and spec.family and family not in (spec.family, *spec.families_possible):
+        mine = family_title(family, studio)
+        return f"This is for {family_title(spec.family, studio)}; the chosen model is {mine}."
+    met = _fit(spec.path, model, studio)
+    if met is not None:
+        return met.refused or (met.partly and f"It fits in part: {met.partly}")
     if not family or family in (spec.family, *spec.families_possible):
         return ""
-    mine = family_title(family, studio)
-    if not spec.family:
-        return f"It cannot be told which model this is for; the chosen model is {mine}."
-    return f"This is for {family_title(spec.family, studio)}; the chosen model is {mine}."
+    mine, possible = family_title(family, studio), [family_title(name, studio) for name in spec.families_possible]
+    known = f"It may be for {' or '.join(possible)}" if possible else "It cannot be told which model this is for"
+    return f"{known}; the chosen model is {mine}."
+
+
+def fits_in_part(spec: LoraSpec, model: ModelSpec | None, studio: Studio) -> bool:
+    """Whether the engine would take a LoRA and leave some of its modules out."""
+    met = _fit(spec.path, model, studio)
+    return met is not None and not met.refused and bool(met.partly)
+
+
+def _fit(path: Path, model: ModelSpec | None, studio: Studio) -> lora_fit.Fit | None:
+    """How a LoRA's header meets a model's; None where there is no model or no readable file."""
+    family = next((module for module in studio.families if model is not None and model.family == module.NAME), None)
+    if model is None or family is None or "dit" not in model.parts:
+        return None
+    try:
+        return lora_fit.fit_of(path, model, family)
+    except (Trouble, OSError):
+        return None
+
+
+def check_loras(found: Sequence[ModelSpec | Trouble], request: GenerationRequest, studio: Studio) -> None:
+    """Raises Trouble where the model of `request` is here and one of its LoRAs cannot act on it."""
+    corrections = library.read_corrections(studio.places.user)
+    for model, module in _called(found, request.model, studio):
+        for use in request.loras:
+            if not use.strength or not Path(use.path).is_file():
+                continue  # a file that is missing is told by who opens it
+            spec = library.lora_at(Path(use.path), studio.families, corrections)
+            if spec.family and model.family not in (spec.family, *spec.families_possible):
+                raise Trouble(
+                    "wrong_family",
+                    f"{lora_title(spec, studio)} is a LoRA for {family_title(spec.family, studio)}; the chosen model is {module.TITLE}.",
+                    hint="Choose another LoRA or another model, or correct its family in the library.",
+                )
+            if "dit" in model.parts:
+                lora_fit.check(spec.path, model, module)
+
+
+def model_of(found: Sequence[ModelSpec | Trouble], value: str, studio: Studio) -> ModelSpec | None:
+    """The model that a request calls `value`; None where it is not here."""
+    return next((spec for spec, _ in _called(found, value, studio)), None)

@@ -14,7 +14,7 @@ from backend.catalog.header import read_layout
 from backend.catalog.heaps import SHARD
 from backend.catalog.identify import identify_model
 from backend.catalog.lora_facts import THUMBNAILS
-from backend.catalog.lora_kind import lora_of
+from backend.catalog.lora_kind import identify_lora, lora_of
 from backend.catalog.remembered import Memory, lora_from_values, model_from_values, write_json
 from backend.catalog.spec import LoraSpec, ModelSpec
 from backend.schema.messages import Trouble
@@ -52,6 +52,11 @@ def scan_loras(
     if corrections:
         found = [_corrected(spec, corrections) for spec in found]
     return tuple(sorted(found, key=lambda entry: (entry.path.name.lower(), str(entry.path))))
+
+
+def lora_at(path: Path, families: tuple[ModuleType, ...], corrections: Mapping[str, str] | None = None) -> LoraSpec:
+    """One LoRA file as it is listed. Raises Trouble for one that cannot be read."""
+    return _corrected(identify_lora(path, families), corrections or {})
 
 
 def scan_models(

@@ -310,3 +310,44 @@ def test_a_lora_of_another_model_that_is_here_is_said_to_be_so(studio, tmp_path)
         "it may be a copy of that, by another name"
     )
     assert not shelf.other_base(None, "my-model", studio)
+
+
+def test_what_does_not_fit_the_chosen_model_is_told_in_the_library_behind_the_button_and_before_drawing(studio):
+    from backend.schema.messages import Trouble
+    from backend.schema.request import GenerationRequest, LoraUse
+
+    folder = studio.places.loras
+    files = {
+        "good": lora_tensors(blocks=2),
+        "wide": lora_tensors(blocks=2, width=3072),
+        "part": {**lora_tensors(blocks=2), **{k.replace(".1.", ".59."): v for k, v in lora_tensors(blocks=2).items()}},
+    }
+    paths = {name: write_safetensors(folder / f"{name}.safetensors", tensors) for name, tensors in files.items()}
+    found, models = shelf.loras(studio), shelf.models(studio)
+    model = shelf.model_of(models, shelf.STARTER, studio)
+    specs = {spec.path.stem: spec for spec in found}
+    why = {name: shelf.fits(spec, model.family, studio, model) for name, spec in specs.items()}
+    assert why["good"] == "" and "192" in why["wide"] and "transformer_blocks.59" in why["part"]
+    html = cards.lora_cards(found, model_family=model.family, shown="", studio=studio, now=0.0, model=model)
+    pills = {name: html.split(f"<b>{name}</b>")[1].split("</button>")[0] for name in files}
+    assert "does not fit" in pills["wide"] and "fits in part" in pills["part"] and "pill" not in pills["good"]
+    details = cards.lora_details(specs["wide"], model_family=model.family, strengths="", studio=studio, model=model)
+    assert "another size" in details
+    labels = [label for label, _ in shelf.lora_choices(found, studio, shelf.STARTER)]
+    assert labels[-1] == "wide (does not fit this model)" and "part (fits in part)" in labels and "good" in labels
+
+    def check(*names: str) -> None:
+        uses = tuple(LoraUse(str(paths[name]), 1.0) for name in names)
+        shelf.check_loras(models, GenerationRequest(prompt="a", model=shelf.STARTER, loras=uses), studio)
+
+    check("good", "part")
+    with pytest.raises(Trouble, match=r"wide.safetensors does not fit the chosen model.*3072") as caught:
+        check("good", "wide")
+    assert caught.value.kind == "shape_mismatch"
+    strange = {key.replace("transformer_blocks", "double_blocks"): value for key, value in lora_tensors().items()}
+    paths["flux"] = write_safetensors(
+        folder / "flux.safetensors", strange, {"modelspec.architecture": "flux-1-dev/lora"}
+    )
+    with pytest.raises(Trouble, match=r"flux is a LoRA for FLUX\.1; the chosen model is Qwen-Image") as caught:
+        check("flux")
+    assert caught.value.kind == "wrong_family"
