@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from backend.catalog.gguf import BLOCKS, NOT_READ
+from backend.catalog.identify import identify_model
 from backend.engine.gguf_blocks import TYPES, Blocks
+from backend.families import FAMILIES
 from backend.pipelines import ModelConfig, QwenImagePipeline
 from backend.schema.messages import Trouble
 
@@ -223,3 +225,36 @@ def test_a_gguf_model_draws_what_its_numbers_draw(both, tiny_qwen, states):
         )
         pictures.append(numpy.asarray(pipe("a red apple", seed=1, width=64, height=64, num_inference_steps=1)))
     assert numpy.array_equal(*pictures)
+
+
+@pytest.mark.parametrize("role", ["weight_scale", "scale_weight", "weight.absmax"])
+def test_what_lies_beside_blocks_and_is_not_theirs_is_refused(role, both, tiny_qwen, tmp_path):
+    stored = {}
+    for name, weight in load_file(tiny_qwen / "transformer" / "diffusion_pytorch_model.safetensors").items():
+        raw = (
+            in_eight(weight)
+            if name.endswith("attn.to_q.weight")
+            else weight.float().contiguous().view(-1).view(torch.uint8)
+        )
+        stored[name] = (8 if name.endswith("attn.to_q.weight") else 0, tuple(weight.shape), raw.numpy().tobytes())
+    stored[f"transformer_blocks.0.attn.to_q.{role}"] = (0, (1,), struct.pack("<f", 0.5))
+    write_gguf(tmp_path / "dit.gguf", stored)
+    with pytest.raises(Trouble, match=f"GGUF Q8_0 with '?{role}'? beside it"):
+        identify_model(tmp_path / "dit.gguf", FAMILIES)
+
+
+@pytest.mark.parametrize(("kind", "nbytes", "words"), [(16, 66, "GGUF IQ2_XXS"), (99, 66, "GGUF type 99")])
+def test_types_that_are_not_read_are_named(kind, nbytes, words, tiny_qwen, tmp_path):
+    stored = {}
+    for name, weight in load_file(tiny_qwen / "transformer" / "diffusion_pytorch_model.safetensors").items():
+        mine = name.endswith("img_mlp.net.2.weight")
+        raw = (
+            bytes(weight.numel() // 256 * nbytes)
+            if mine
+            else weight.float().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
+        stored[name] = (kind if mine else 0, tuple(weight.shape), raw)
+    write_gguf(tmp_path / "dit.gguf", stored)
+    with pytest.raises(Trouble, match=words) as caught:
+        identify_model(tmp_path / "dit.gguf", FAMILIES)
+    assert caught.value.kind == "not_supported"

@@ -31,6 +31,15 @@ FORMS: tuple[Callable[[Layer], Decision | None], ...] = (  # the most particular
     vendors.named,
     factors.match,
 )
+MARKED = (
+    "scaled_blocks",
+    "convrot_int8",
+    "convrot_int4",
+    "w4a8",
+    "awq_w4a16",
+    "mxfp8",
+    "nvfp4",
+)  # forms that ComfyUI's markers name
 SUSPECT = re.compile(  # of a role beside a matrix: what only quantized weights have
     r"(?:.*[._])?(?:w?scales?\w*|w?zeros?\w*|absmax|quant\w*|codebook\w*|smooth\w*|qdata|offset|scb|g_idx|perm\w*|lut)",
     re.IGNORECASE,
@@ -86,6 +95,11 @@ def _decide(layer: Layer) -> Decision:
     decision = next((found for match in FORMS if (found := match(layer)) is not None), None)
     if decision is None:
         decision = _unmarked(layer)
+    elif layer.entry and decision.at is not None and decision.at.packed is not None:
+        if decision.at.packed.form not in MARKED:
+            raise refusal(
+                layer, f"{decision.at.dtype}, while its marker says {layer.entry['format'][:60]}: they disagree"
+            )
     unknown = set(layer.tensors) - decision.used - {"weight", "bias", *ACTIVATIONS, *MARKERS}
     if unknown:
         raise refusal(
@@ -99,6 +113,10 @@ def _decide(layer: Layer) -> Decision:
             raise refusal(layer, f"{_codes(layer)}, while {stray} belongs to no weight that is there")
     _check_scaled(layer, decision)
     return decision
+
+
+def _is_marked(at: TensorAt) -> bool:
+    return at.packed is None or at.packed.form in MARKED
 
 
 def _plain(layer: Layer) -> Decision:
