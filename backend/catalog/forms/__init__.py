@@ -95,11 +95,8 @@ def _decide(layer: Layer) -> Decision:
     decision = next((found for match in FORMS if (found := match(layer)) is not None), None)
     if decision is None:
         decision = _unmarked(layer)
-    elif layer.entry and decision.at is not None and decision.at.packed is not None:
-        if decision.at.packed.form not in MARKED:
-            raise refusal(
-                layer, f"{decision.at.dtype}, while its marker says {layer.entry['format'][:60]}: they disagree"
-            )
+    elif layer.entry and decision.at is not None and not _is_marked(decision.at):
+        raise refusal(layer, f"{decision.at.dtype}, while its marker says {layer.entry['format'][:60]}: they disagree")
     unknown = set(layer.tensors) - decision.used - {"weight", "bias", *ACTIVATIONS, *MARKERS}
     if unknown:
         raise refusal(
