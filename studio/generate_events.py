@@ -236,7 +236,11 @@ def _wire_pictures(studio: Studio, tab: Generate, ui: gr.BrowserState, most: gr.
 
 
 def smaller_until_it_fits(studio: Studio, request: GenerationRequest, what_if: str) -> GenerationRequest:
-    """The request with both sides shortened in equal proportion, in steps of 16 pixels, as little as the plan needs."""
+    """The request as the plan's advice changes it; where that is not about the request, with both sides shortened in equal proportion, in
+    steps of 16 pixels, as little as the plan needs."""
+    helps = plan_panel.estimate(studio, request.model, request, what_if=what_if).plan.remedy
+    if helps is not None and not (helps.preferences or helps.freed_bytes or helps.card_gib):
+        return replace(request, **helps.settings)
     long = max(request.width, request.height)
 
     def with_side(steps: int) -> GenerationRequest:

@@ -11,6 +11,7 @@ from backend.catalog.page import WHAT_IF_GIB, Bar, PageEstimate, estimate_for_pa
 from backend.catalog.sizes import ModelSizes, sizes_of
 from backend.catalog.spec import ModelSpec
 from backend.host import card, tracing
+from backend.schema.knobs import from_values
 from backend.schema.messages import Trouble
 from backend.schema.training import TrainingConfig
 from backend.schema.vram import GIB, Card
@@ -120,6 +121,15 @@ def _ahead(studio: Studio, job: object, sizes: ModelSizes) -> Ahead:
         return Ahead()
     family = next((one for one in studio.families if sizes.family == one.NAME), None)
     return look_ahead(job, sizes, family, wait=LOOK_SECONDS)
+
+
+def settings_that_fit(studio: Studio, config, found: PageEstimate, *, what_if: str) -> dict[str, object]:
+    """Settings of a run with which it fits: the plan's, and before them those of its advice, where settings alone are advised."""
+    helps = found.plan.remedy
+    if helps is None or not helps.settings or helps.preferences or helps.freed_bytes or helps.ram_gib or helps.card_gib:
+        return found.plan.settings
+    changed = from_values(type(config), helps.settings, base=config)
+    return helps.settings | estimate(studio, changed.model.model, changed, what_if=what_if).plan.settings
 
 
 def no_panel(trouble: Trouble) -> str:

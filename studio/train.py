@@ -303,5 +303,7 @@ def plan_of(studio: Studio, config: TrainingConfig, what_if: str) -> str:
     except Trouble as trouble:
         return plan_panel.no_panel(trouble)
     now = to_values(config)
-    fit = any(now.get(name) != value for name, value in found.plan.settings.items())
+    helps = found.plan.remedy
+    settings = found.plan.settings | (helps.settings if helps is not None else {})
+    fit = any(now.get(name) != value for name, value in settings.items())
     return plan_panel.panel(found, what_if=what_if, fit=fit)

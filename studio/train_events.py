@@ -59,8 +59,9 @@ def _wire_form(studio: Studio, tab: Train, ui: gr.BrowserState, redraw: Callable
             found = plan_panel.estimate(studio, config.model.model, config, what_if=choice["card"])
         except Trouble:
             return unchanged(fields), choice
-        config = with_known(config, found.plan.settings)
-        wanted = {name: value for name, value in to_values(config).items() if name in found.plan.settings}
+        settings = plan_panel.settings_that_fit(studio, config, found, what_if=choice["card"])
+        config = with_known(config, settings)
+        wanted = {name: value for name, value in to_values(config).items() if name in settings}
         note = fitted.noted(tab.form, wanted, values, config.model.model, choice["fitted"])
         return form.changes(tab.form, wanted), choice | {"fitted": note}
 

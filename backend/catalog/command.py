@@ -8,10 +8,12 @@ import importlib
 import logging
 import math
 import re
+import shlex
 import sys
 from pathlib import Path
 
 from backend.catalog import download, report
+from backend.catalog.arrangement import Work
 from backend.catalog.plan import plan
 from backend.catalog.refused import check_training
 from backend.catalog.sizes import ModelSizes, sizes_of
@@ -23,6 +25,7 @@ from backend.schema.messages import Trouble
 from backend.schema.preferences import Preferences
 from backend.schema.request import GenerationRequest
 from backend.schema.training import TrainingConfig
+from backend.schema.vram import Remedy
 
 MOST_FRAMES = 1000
 MOST_RAM_GIB = 65536
@@ -77,8 +80,24 @@ def show(said: argparse.Namespace) -> None:
         print(
             f"{sizes.title} on {name}: {report.line(found)}"
             if said.cards is not None
-            else report.table(found, card, title=sizes.title)
+            else report.table(found, card, title=sizes.title, taken=_as_flags(job, found.remedy))
         )
+
+
+def _as_flags(job, helps: Remedy | None) -> str:
+    """What is advised, as it is said on this command line: flags that take the place of those that were given."""
+    if helps is None:
+        return ""
+    flags = [f"--card {helps.card_gib}GiB"] if helps.card_gib else []
+    flags += [f"--ram {helps.ram_gib}"] if helps.ram_gib else []
+    settings = dict(helps.settings)
+    if isinstance(job, Work) and settings:
+        size = [settings.pop(name, getattr(job, name)) for name in ("width", "height", "frames")]
+        flags.append(f"--size {'x'.join(map(str, size if size[2] > 1 else size[:2]))}")
+    flags += [f"--{name} {shlex.quote(str(value))}" for name, value in settings.items()]
+    if helps.preferences:
+        flags.append("no --exact")
+    return f"So: {' '.join(flags)}" if flags else ""
 
 
 def _cards(said: argparse.Namespace) -> list[str]:

@@ -32,6 +32,7 @@ class Terms:
     ram_bytes: float = math.inf  # that weights may take
     tiles: bool = True  # a decode may be done in them
     eight_bit_moments: bool = True  # an optimizer may keep its own so
+    least: bool = False  # of ways that differ in bytes on the card alone, only the one that needs least is looked at
     memo: dict = field(default_factory=dict, compare=False, repr=False)  # what does not depend on homes and storages
 
     def once(self, key, make: Callable):
@@ -135,6 +136,7 @@ def _encoded(
 def denoise_options(terms: Terms, modes=("parked", "streamed")) -> list[Option]:
     """All steps of all pictures; the halves of guidance together, or one after the other for less memory."""
     apart, work = (False, True) if terms.work.guidance else (False,), terms.work
+    apart = apart[-1:] if terms.least else apart
     layouts = list(part_layouts(terms, modes=modes))
     if work.fp8_products:  # the request itself wants weights stored so
         layouts = [
@@ -178,7 +180,8 @@ def decode_options(terms: Terms, modes=("parked",)) -> list[Option]:
     if part is None:
         return [Option(Layout(), ())]
     for mode in modes:
-        for tiled in (False, True) if terms.tiles else (False,):
+        ways = (False, True) if terms.tiles else (False,)
+        for tiled in ways[-1:] if terms.least else ways:
             layout = PartLayout(mode, terms.work.computing, terms.homes[0])
             found.append(_decoded(terms, part, layout, tiled))
     return found

@@ -16,15 +16,16 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from backend.catalog import learnt, options, sentences, stored, training
+from backend.catalog import learnt, options, remedy, sentences, stored, training
 from backend.catalog.arrangement import CPU_FIXED, DENOISERS, Fixed, Layout, PartLayout, Work
 from backend.catalog.estimate import point_of
 from backend.catalog.options import FP8, Option, Terms
 from backend.catalog.sizes import ModelSizes, sizes_of, spread
 from backend.catalog.spec import ModelSpec
-from backend.catalog.speed import Speed, in_float32, speed_of
+from backend.catalog.speed import ASSUMED, Speed, in_float32, speed_of
 from backend.catalog.weights import on_card
 from backend.catalog.work import work_of_request, work_of_training
+from backend.schema.knobs import to_values
 from backend.schema.preferences import Preferences
 from backend.schema.request import GenerationRequest
 from backend.schema.vram import DISK, GIB, Card, VramConfig, VramPlan
@@ -48,15 +49,74 @@ def plan(
     """How `job` (a request, a `TrainingConfig`, or a `Work`) is best done with this model on this card.
 
     `spec` may be the name of a published model. `speed` and `fixed` are what is known of the machine (`speed_of`, `learnt.corrected`);
-    `folder`: tables traced here; `known`: of `Work`, found by a run. Never refuses: where nothing fits, `advice` says what would help most.
+    `folder`: tables traced here; `known`: of `Work`, found by a run. Never refuses: where nothing surely fits, `advice` says what does, and `remedy` is the same to be
+    taken.
     """
     sizes = spec if isinstance(spec, ModelSizes) else sizes_of(spec, folder=folder)
     preferences = preferences or Preferences()
     work, own = work_of(job, sizes, card, known)
-    terms = _terms(sizes, work, card, preferences, speed or speed_of(card), fixed or fixed_of(card))
+    fixed = fixed or fixed_of(card)
+    terms = _terms(sizes, work, card, preferences, speed or speed_of(card), fixed)
     groups = training.groups(terms, own) if work.targets else generation_groups(terms)
     best, fits, verdict = _choose(groups, terms)
-    return _emit(best, terms, card, fits, verdict, groups, own)
+    found = _emit(best, terms, card, fits, verdict, groups, own)
+    if verdict == "green":
+        return found
+    missing_bytes, missing = sentences.missing(best, terms, card)
+    helps = remedy.find(
+        sizes,
+        remedy.State(job, preferences, card),
+        lambda state: surely_fits(sizes, state, fixed=fixed, known=known_of_changed(known, job, state.job)),
+        missing_bytes=missing_bytes,
+    )
+    return replace(found, advice=f"{missing}; {remedy.sentence(helps, card)}.", remedy=helps)
+
+
+def surely_fits(sizes: ModelSizes, state: remedy.State, *, fixed: Fixed, known: dict | None = None) -> bool:
+    """Whether the plan of a job on a machine is green: some way through each phase fits, and RAM holds what waits there."""
+    work, own = work_of(state.job, sizes, state.card, known)
+    terms = _terms(sizes, work, state.card, state.preferences, ASSUMED, fixed)
+
+    def least_of(terms: Terms) -> tuple[float, float]:
+        """(the most bytes over the phases of the group that needs least, bytes in RAM of what fits the card)."""
+        high, ram = math.inf, math.inf
+        for group in training.groups(terms, own) if work.targets else generation_groups(terms):
+            high = min(high, max(min((one.high for one in found), default=math.inf) for found in group))
+            fitting = ([one.off_card_bytes for one in found if one.high <= terms.budget_bytes] for found in group)
+            ram = min(ram, sum(min(each, default=math.inf) for each in fitting))
+        return high, ram
+
+    high, ram = least_of(replace(terms, least=True))
+    return high <= terms.budget_bytes and (ram <= terms.ram_bytes or least_of(terms)[1] <= terms.ram_bytes)
+
+
+def known_of_changed(known: dict | None, job, changed) -> dict | None:
+    """What of a job's `known` holds of a changed one: sides shrink as the settings do; what follows from other settings is left out."""
+    if not known or changed is job or isinstance(job, Work | GenerationRequest):
+        return known
+    before, after = to_values(job), to_values(changed)
+    differing = {name for name in before if before[name] != after[name]}
+    kept = dict(known)
+    if differing & {"max_pixels", "width", "height"}:
+        share = math.sqrt(after["max_pixels"] / before["max_pixels"])
+        kept |= {name: int(known[name] * share) for name in ("width", "height") if name in known}
+    for name, causes in FOLLOWS.items():
+        if differing & causes:
+            kept.pop(name, None)
+    return kept
+
+
+# fields of `Work` that are found out -> settings that they follow from
+FOLLOWS = {
+    "batch": {"batch_size"},
+    "accumulates": {"gradient_accumulation_steps"},
+    "samples": {"sample_prompts"},
+    "sample_size": {"sample_width", "sample_height", "sample_prompts"},
+    "reference_pixels": {"edit_pixels"},
+    "reference_tokens": {"edit_pixels"},
+    "trained_numel": {"lora_rank", "lora_target_modules", "trainable_models"},
+    "rank": {"lora_rank"},
+}
 
 
 def work_of(job, sizes: ModelSizes, card: Card, known: dict | None = None) -> tuple[Work, Layout]:
@@ -112,6 +172,9 @@ def _terms(sizes, work: Work, card: Card, preferences: Preferences, speed: Speed
 
 def generation_groups(terms: Terms) -> list[list[tuple[Option, ...]]]:
     """Lists of options to combine: once with every part always on the card, once with parts taking turns."""
+    in_turn = [options.text_options(terms), options.denoise_options(terms), options.decode_options(terms)]
+    if terms.least:
+        return [in_turn]
     all_there = [
         _together(terms, *each)
         for each in itertools.product(
@@ -121,7 +184,6 @@ def generation_groups(terms: Terms) -> list[list[tuple[Option, ...]]]:
         )
         if not any(option.lossy for option in each)
     ]  # to save a load is no reason to lose exactness
-    in_turn = [options.text_options(terms), options.denoise_options(terms), options.decode_options(terms)]
     return [[all_there], in_turn]
 
 
@@ -226,7 +288,6 @@ def _emit(
         halves_apart=layout.halves_apart,
         steps=sentences.steps(chosen, terms, groups),
         settings=training.settings(layout, terms, own) if terms.work.targets else {},
-        advice="" if fits and verdict == "green" else sentences.advice(chosen, terms, card),
         peak_live_bytes=max((phase.live_bytes for phase in phases), default=0),
         peak_low_bytes=max((phase.peak_low_bytes for phase in phases), default=0),
         peak_high_bytes=max((phase.peak_high_bytes for phase in phases), default=0),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from backend.schema.vram import GIB, Card, VramPlan
 
 
-def table(found: VramPlan, card: Card, *, title: str = "") -> str:
-    """Phases as rows, then what was done and why."""
+def table(found: VramPlan, card: Card, *, title: str = "", taken: str = "") -> str:
+    """Phases as rows, then what was done and why. `taken`: the advice as flags."""
     rows = [("phase", "weights", "staging", "working", "adapter", "peak low", "peak high", "RAM", "seconds")]
     for phase in found.phases:
         rows.append(
@@ -33,6 +33,7 @@ def table(found: VramPlan, card: Card, *, title: str = "") -> str:
     verdict = {"green": "It fits.", "amber": "It may just fit.", "red": "It does not fit."}[found.verdict]
     end = [
         f"{verdict} {found.advice}".strip(),
+        *filter(None, [taken]),
         *(f"- {_priced(step)}" for step in found.steps),
         *filter(None, [found.disk_words]),
     ]

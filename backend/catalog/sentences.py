@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from backend.catalog import estimate
-from backend.catalog.arrangement import Layout
 from backend.catalog.options import LOSSY
 from backend.schema.vram import GIB, PlanStep
 
@@ -79,51 +75,9 @@ def _sentence(kind: str, part: str, option, terms) -> str:
     }[kind]
 
 
-def advice(chosen, terms, card) -> str:
-    """What would help most where the plan does not surely fit."""
-    phases = [phase for option in chosen for phase in option.phases]
-    worst = max(phases, key=lambda phase: phase.peak_high_bytes)
-    missing = worst.peak_high_bytes - terms.budget_bytes
-    help_with = _smaller(terms, worst)
-    ends = f"the most that helps: {help_with}" if help_with else "a card with more memory is needed"
-    return f"{missing / GIB:.1f} GiB are missing in the phase “{worst.name}”; {ends}."
-
-
-def _smaller(terms, worst) -> str:
-    """The change of the request that saves the phase most."""
-    work = terms.work
-    ideas = []
-    if (
-        worst.name in ("step", "sample", "decode", "encode", "denoise", "cache pictures")
-        and work.width * work.height > 256 * 256
-    ):
-        small = replace(work, width=max(64, work.width // 32 * 16), height=max(64, work.height // 32 * 16))
-        ideas.append((_working(terms, small, worst), f"half the width and height ({small.width} × {small.height})"))
-    if work.frames > 5:
-        fewer = replace(work, frames=(work.frames - 1) // 8 * 4 + 1)
-        ideas.append((_working(terms, fewer, worst), f"fewer frames ({fewer.frames})"))
-    if work.batch > 1:
-        ideas.append((_working(terms, replace(work, batch=1), worst), "a batch of 1"))
-    if worst.name == "decode" and not terms.tiles:
-        in_tiles = estimate.decode(terms.sizes.parts["vae"], terms.point, work.decoder_dtype, terms.fixed, tiled=True)
-        enough = (
-            worst.peak_high_bytes - worst.working_bytes + in_tiles.live <= terms.budget_bytes
-        )  # and the picture may stay as large as it is
-        ideas.append((0 if enough else in_tiles.likely, "a decode in tiles, which the preferences do not allow"))
-    if terms.budget_bytes and card_is_shared(worst, terms):
-        ideas.append((worst.working_bytes // 2, "closing other programs that use the card"))
-    return min(ideas)[1] if ideas else ""
-
-
-def card_is_shared(worst, terms) -> bool:
-    return worst.peak_high_bytes - terms.budget_bytes < GIB and not terms.sizes.published
-
-
-def _working(terms, work, worst) -> int:
-    point = estimate.point_of(terms.sizes, work)
-    if worst.name in ("decode", "encode", "cache pictures"):
-        return estimate.decode(terms.sizes.parts["vae"], point, work.decoder_dtype, terms.fixed).likely
-    if worst.name == "step":
-        layout = Layout(checkpointed=True)
-        return estimate.step(terms.denoisers[0], point, work, layout, terms.fixed)[0].likely
-    return estimate.denoise(terms.denoisers[0], point, work, terms.fixed).likely
+def missing(chosen, terms, card) -> tuple[int, str]:
+    """(bytes that the phase which needs most has too little, the same as the beginning of a sentence)."""
+    worst = max((phase for option in chosen for phase in option.phases), key=lambda phase: phase.peak_high_bytes)
+    nbytes = worst.peak_high_bytes - terms.budget_bytes
+    size = f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB / 10 else f"{max(nbytes / 2**20, 1):.0f} MiB"
+    return nbytes, f"{size}{' of RAM' if card.device == 'cpu' else ''} are missing in the phase “{worst.name}”"

@@ -112,6 +112,8 @@ def step_options(terms: Terms, own: Layout, *, beside: list[PartSizes] = (), fil
     if on_cpu:
         states = {own.state_bytes}  # 8-bit optimizers need a card
     where = {own.states_in_ram} | ({True} if "enable_optimizer_cpu_offload" in can and not on_cpu else set())
+    if terms.least:
+        checkpoints, states, where = {max(checkpoints)}, {min(states)}, {max(where)}
     layouts = _kept_layouts(terms, own)
     found = []
     for (checkpointed, in_ram), state, outside in itertools.product(sorted(checkpoints), sorted(states), sorted(where)):

@@ -98,6 +98,18 @@ class PlanStep:
 
 
 @dataclass(frozen=True)
+class Remedy:
+    """A change with which a job that does not fit surely does."""
+
+    words: tuple[str, ...] = ()
+    settings: dict[str, object] = field(default_factory=dict)  # knobs of the request or the run
+    preferences: dict[str, object] = field(default_factory=dict)
+    freed_bytes: int = 0  # of what other programs hold
+    ram_gib: float = 0.0  # of a machine with more RAM
+    card_gib: float = 0.0  # of a larger card
+
+
+@dataclass(frozen=True)
 class VramPlan:
     """What a job will need on a card and how its weights are to be placed so that it fits."""
 
@@ -113,6 +125,7 @@ class VramPlan:
     steps: tuple[PlanStep, ...] = ()
     settings: dict[str, object] = field(default_factory=dict)  # training: knobs of the config that take this plan
     advice: str = ""
+    remedy: Remedy | None = None  # what `advice` says, to be taken
     peak_live_bytes: int = 0
     peak_low_bytes: int = 0
     peak_high_bytes: int = 0

@@ -71,14 +71,15 @@ def random_cases(count: int):
 
 
 def test_200_random_plans_are_quick_and_always_the_same():
-    seconds = []
+    seconds, advised = [], []
     for sizes, job, preferences, gib, ram in random_cases(200):
         card, speed = card_of(gib, ram)
         first = plan(sizes, card, job, preferences, speed=speed)
         gc.disable()  # what other tests left is none of its time
         start = time.process_time()
         second = plan(sizes, card, job, preferences, speed=speed)
-        seconds.append(time.process_time() - start)
+        took = time.process_time() - start
+        (seconds if second.verdict == "green" else advised).append(took)
         gc.enable()
         assert first == second
         assert first.phases and first.peak_low_bytes <= first.peak_high_bytes
@@ -92,6 +93,7 @@ def test_200_random_plans_are_quick_and_always_the_same():
         assert all(allowed.get(step.rung.partition(":")[0], True) for step in first.steps)
     seconds.sort()
     assert seconds[len(seconds) // 2] < 0.01 and seconds[-2] < 0.03
+    assert sorted(advised)[len(advised) // 2] < 0.03 and max(advised) < 0.15  # what would help is tried
 
 
 def lossy_of(found) -> set[str]:
@@ -225,7 +227,9 @@ def test_nothing_fits_is_said_with_what_would_help():
     sizes = sizes_of("Wan2.2-T2V-A14B")
     found = plan(sizes, card_of(3)[0], work_of_defaults(sizes, width=1280, height=720))
     assert not found.fits and found.verdict == "red"
-    assert "GiB are missing" in found.advice and ("half the width" in found.advice or "frames" in found.advice)
+    assert "GiB are missing" in found.advice and "it fits on a card of 16 GiB" in found.advice
+    large = plan(sizes, card_of(12)[0], work_of_defaults(sizes, width=1280, height=720))
+    assert "it fits with 73 frames instead of 81" in large.advice
 
 
 def test_what_is_lossy_is_left_to_the_preferences_and_said_where_it_would_help():
