@@ -98,8 +98,11 @@ def known_of_changed(known: dict | None, job, changed) -> dict | None:
     differing = {name for name in before if before[name] != after[name]}
     kept = dict(known)
     if differing & {"max_pixels", "width", "height"}:
-        share = math.sqrt(after["max_pixels"] / before["max_pixels"])
-        kept |= {name: int(known[name] * share) for name in ("width", "height") if name in known}
+        area = math.sqrt(after["max_pixels"] / before["max_pixels"])
+        for name in ("width", "height"):
+            share = after[name] / before[name] if before[name] and after[name] else area
+            if name in known:
+                kept[name] = math.ceil(known[name] * share / 16) * 16
     for name, causes in FOLLOWS.items():
         if differing & causes:
             kept.pop(name, None)
