@@ -229,7 +229,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not os.environ.get(SUPERVISED):  # the launcher says it
             print(f"Loft is at {access.address(args.host, args.port, '' if logins else secret)}", flush=True)
         ending.wait()
-        end_all(engine, here, ending)
+        if end_all(engine, here, ending):
+            return 1
     except Trouble as trouble:
         print(trouble, file=sys.stderr)
         return 1

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from backend.host.runs import LossSeries, Run
+from backend.schema.untrusted import known_file
 from studio.apart import runs_apart
 from studio.draw import curve, facts, progress
 from studio.pictures import thumbnail
@@ -22,6 +23,7 @@ STATUS_LOOK = {
     "stopped": "",
     "died": "bad",
     "failed": "bad",
+    "unreadable": "bad",
 }
 PHASE_WORDS = {
     "loading": "Loading the model",
@@ -162,7 +164,7 @@ def samples(studio: Studio, run: Run | None) -> str:
             f'<a href="{studio.address(s.path)}" target="_blank" title="{safe(s.prompt)}">'
             f'<img loading="lazy" src="{studio.address(thumbnail(s.path, studio.places.cache))}" alt="{safe(s.prompt)}"></a>'
             for s in run.samples
-            if s.step == step and s.path.is_file()
+            if s.step == step and known_file(s.path, (run.folder,))
         )
         rows.append(
             f'<div class="sample-row"><span>{f"step {step}" if step else "before"}</span><div>{tiles}</div></div>'
@@ -183,7 +185,7 @@ def results(studio: Studio, run: Run | None) -> str:
 def _result(studio: Studio, path: Path) -> str:
     try:
         size = size_words(path.stat().st_size)
-    except OSError:
+    except (OSError, ValueError):
         size = ""
     return f'<a href="{studio.address(path)}" download="{safe(path.name)}">{safe(path.name)}</a> <span>{size}</span>'
 
@@ -209,6 +211,8 @@ def _small(words: str) -> str:
 
 
 def _line_words(run: Run) -> str:
+    if run.status == "unreadable":
+        return safe(run.sentence)
     if not run.total_steps:
         return ""
     return f"{run.step} / {run.total_steps}"

@@ -1,4 +1,4 @@
-"""LoRA tools on the page: convert, merge, resize, extract, bake, edit metadata. Each is the command of the same name."""
+"""LoRA tools on the page: convert, merge, resize, extract, bake, edit metadata. Each is the command of the same name, given its settings as values."""
 
 from __future__ import annotations
 
@@ -39,12 +39,20 @@ RANKS = {  # what the rank means to each tool that has one
     "resize": "0: by the share below.",
     "extract": "0: 32.",
 }
+PATHS = {
+    "file": "path",
+    "path": "path",
+    "base": "base",
+    "tuned": "tuned",
+}  # fields with a file or a folder, and what tools call it
+OPTIONS = {"rank": int, "energy": float, "layout": str, "family": str}
+SUFFIX, LONGEST_NAME = ".safetensors", 200
 LAYOUTS = ("diffusers", "comfyui", "kohya")
 
 
 @dataclass(frozen=True)
 class Tools:
-    """The fold's components. `fields` in the order `arguments` takes their values."""
+    """The fold's components. `fields` in the order `request` takes their values."""
 
     fold: gr.Accordion
     which: gr.Dropdown
@@ -112,57 +120,62 @@ def build(families: list[tuple[str, str]]) -> Tools:
     return Tools(fold, which, fields, out, overwrite, run, cancel, said, state)
 
 
-def arguments(title: str, name: str, overwrite: bool, values: dict, folder: Path) -> tuple[list[str], Path]:
-    """The command's arguments and the file that it writes. Raises Trouble for a field that is missing."""
-    kind = TOOLS[title]
+def request(title: str, name: str, overwrite: bool, values: dict, folder: Path) -> tuple[dict, Path]:
+    """The tool's settings by name and the file that it writes. Raises Trouble for a field that is missing or cannot be."""
+    kind = TOOLS.get(title)
+    if kind is None:
+        raise Trouble("bad_value", f"There is no tool {str(title)[:80]!r}.", hint="Choose one of the list.")
     for field in FIELDS[kind]:
         if field in ("file", "files", "base", "tuned", "path") and not values.get(field):
             raise Trouble("bad_value", f"{title}: the field “{field}” is empty.", hint="Choose or write one.")
-    if not name.strip() or Path(name).name != name.strip():
-        raise Trouble("bad_value", f"{name!r} is no name for a file.", hint="Write one without folders.")
-    out = folder / f"{name.strip().removesuffix('.safetensors')}.safetensors"
-    words = {
-        "convert": lambda: [values["file"], str(out)],
-        "merge": lambda: [*_pairs(values), "--out", str(out)],
-        "resize": lambda: [values["file"], str(out)],
-        "bake": lambda: [values["base"], *_pairs(values), "--out", str(out)],
-        "extract": lambda: [values["tuned"], values["base"], str(out)],
-        "metadata": lambda: [values["file"], "--out", str(out), *_edits(values)],
-        "to_safetensors": lambda: [values["path"], "--out", str(out)],
-    }[kind]()
-    for option in ("rank", "energy", "layout", "family"):
+    stem = name.strip().removesuffix(SUFFIX)
+    if not stem or Path(name).name != name.strip() or "\0" in name or len(stem.encode()) > LONGEST_NAME:
+        raise Trouble("bad_value", f"{name[:80]!r} is no name for a file.", hint="Write a short one without folders.")
+    out = folder / f"{stem}{SUFFIX}"
+    wanted: dict[str, object] = {"tool": kind, "out": str(out), "overwrite": bool(overwrite)}
+    wanted |= {name: str(values[field]) for field, name in PATHS.items() if field in FIELDS[kind]}
+    if "files" in FIELDS[kind]:
+        wanted |= _files(values)
+    if kind == "metadata":
+        wanted |= _edits(values)
+    for option, of in OPTIONS.items():
         if option in FIELDS[kind] and values.get(option) not in (None, "", 0):
-            words += [f"--{option}", str(values[option])]
-    return [kind, *(["--overwrite"] if overwrite else []), *words], out
+            wanted[option] = _value_of(option, of, values[option])
+    return wanted, out
 
 
-def _pairs(values: dict) -> list[str]:
-    files = list(values["files"])
+def _value_of(option: str, of: type, value: object) -> object:
+    try:
+        return of(value)
+    except (TypeError, ValueError, OverflowError):
+        raise Trouble("bad_value", f"The field “{option}” is {str(value)[:80]!r}, which it cannot be.") from None
+
+
+def _files(values: dict) -> dict[str, list]:
+    files = [str(file) for file in values["files"]]
     said = [part.strip() for part in str(values.get("strengths") or "").split(",") if part.strip()]
     if said and len(said) != len(files):
         raise Trouble(
             "bad_value", f"There are {len(files)} LoRAs and {len(said)} strengths.", hint="Write one for each."
         )
-    return [f"{file}:{strength}" for file, strength in zip(files, said or ["1"] * len(files), strict=True)]
+    return {"paths": files, "strengths": [_value_of("strengths", float, one) for one in said or ["1"] * len(files)]}
 
 
-def _edits(values: dict) -> list[str]:
-    words = _changes(values.get("changes") or "")
-    if not words and not values.get("strip"):
-        raise Trouble("bad_value", "There is nothing to change.", hint="Write key=value or -key, or remove everything.")
-    return [*words, *(["--strip"] if values.get("strip") else [])]
-
-
-def _changes(text: str) -> list[str]:
-    words = []
-    for line in filter(None, map(str.strip, text.splitlines())):
+def _edits(values: dict) -> dict[str, object]:
+    changed: dict[str, str] = {}
+    removed: list[str] = []
+    for line in filter(None, map(str.strip, str(values.get("changes") or "").splitlines())):
+        key, sign, value = line.partition("=")
         if line.startswith("-"):
-            words += ["--remove", line[1:].strip()]
-        elif "=" in line:
-            words += ["--set", line]
+            removed.append(line[1:].strip())
+        elif sign:
+            changed[key] = value
         else:
             raise Trouble("bad_value", f"{line!r} is neither key=value nor -key.")
-    return words
+    strip = bool(values.get("strip"))
+    if not changed and not removed and not strip:
+        raise Trouble("bad_value", "There is nothing to change.", hint="Write key=value or -key, or remove everything.")
+    return {"set": changed, "remove": removed, "strip": strip}
 
 
 def written(seen: dict) -> str:
@@ -196,6 +209,7 @@ def wire(studio: Studio, tab: Tools, redraw) -> None:
     """Binds choice, run and cancel."""
 
     def choose(title: str):
+        title = title if title in TOOLS else next(iter(TOOLS))
         choices = shelf.lora_choices(shelf.loras(studio), studio)
         updates = []
         for name in tab.fields:
@@ -211,13 +225,14 @@ def wire(studio: Studio, tab: Tools, redraw) -> None:
 
     def run(title: str, name: str, overwrite: bool, *values):
         try:
-            words, out = arguments(
-                title, name or "", overwrite, dict(zip(tab.fields, values, strict=True)), studio.places.loras
-            )
+            given = dict(zip(tab.fields, values, strict=True))
+            wanted, out = request(title, name or "", overwrite, given, studio.places.loras)
             out.parent.mkdir(parents=True, exist_ok=True)
-            tool.start(words, out=out, places=studio.places)
+            tool.start(wanted, out=out, places=studio.places)
         except Trouble as trouble:
             return notice(str(trouble), kind="bad")
+        except OSError as error:
+            return notice(f"The tool could not be started: {error.strerror or error}.", kind="bad")
         return ""
 
     redraw(tab.run.click(run, tab.inputs, tab.said, **QUIET))

@@ -7,11 +7,12 @@ import time
 from pathlib import Path
 
 from backend.schema.messages import Trouble
+from backend.schema.values import LAST_TIME, finite, printable
 
 
 def safe(text: object) -> str:
-    """`text` for HTML, quotes included."""
-    return html.escape(str(text), quote=True)
+    """`text` for HTML, quotes included; what cannot be sent (half a character, a NUL) is replaced."""
+    return html.escape(printable(text).replace("\0", "\ufffd"), quote=True)
 
 
 CHOICES = {
@@ -41,7 +42,7 @@ def part_words(name: str) -> str:
 
 def size_words(num_bytes: float) -> str:
     """1536 MB reads "1.5 GB": binary steps, names as drives and cards are labelled."""
-    value = float(max(num_bytes, 0))
+    value = max(finite(num_bytes) or 0.0, 0.0)
     for unit in ("B", "KB", "MB"):
         if value < 1000:
             return f"{value:.0f} {unit}" if value >= 10 or unit == "B" else f"{value:.1f} {unit}"
@@ -51,7 +52,7 @@ def size_words(num_bytes: float) -> str:
 
 def time_words(seconds: float) -> str:
     """As "8 s", "2 min 05 s" or "1 h 20 min"."""
-    whole = max(int(seconds + 0.5), 0)
+    whole = max(int((finite(seconds, high=1e12) or 0.0) + 0.5), 0)
     if whole < 60:
         return f"{whole} s"
     if whole < 3600:
@@ -68,6 +69,7 @@ def pace_words(seconds: float) -> str:
 
 def when_words(stamp: float, now: float) -> str:
     """As "just now", "5 min ago", "14:05" for today, "3 Nov, 14:05" before."""
+    stamp = finite(stamp, low=0, high=LAST_TIME) or 0.0
     ago = now - stamp
     if ago < 60:
         return "just now"
@@ -111,7 +113,7 @@ def trouble_notice(trouble: Trouble, *, about: str = "") -> str:
 
 def clock_words(stamp: float) -> str:
     """The time of day to the second: two requests of one minute can be told apart."""
-    return time.strftime("%H:%M:%S", time.localtime(stamp))
+    return time.strftime("%H:%M:%S", time.localtime(finite(stamp, low=0, high=LAST_TIME) or 0))
 
 
 def faults_style(faults: dict[str, str], *, prefix: str) -> str:

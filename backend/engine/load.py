@@ -22,7 +22,7 @@ from backend.engine.gguf_blocks import TYPES, Blocks
 from backend.schema.classes import class_of
 from backend.schema.messages import Trouble
 
-NETWORK_PACKAGES = ("diffusers.models", "transformers.models")  # whose classes may be built
+NETWORK_PACKAGES = ("diffusers.models", "transformers.models", "torch.nn")  # whose classes may be built
 
 
 def load_part(

@@ -6,29 +6,43 @@ import argparse
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from backend.engine import Cancelled
 from backend.engine.lora_jobs import STORED, TOOLS, run_tool
 from backend.engine.lora_layouts import LAYOUTS
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import read_object
 
+REQUEST = "--request"
 __all__ = ["main", "run_tool"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Answers the exit status: 0, 1 with a sentence on stderr, 130 if interrupted."""
-    values = vars(_parser().parse_args(arguments))
-    if arguments is None:  # a process of our own: being ended cleans up as being interrupted does
+    """The command line; `--request FILE` takes the settings from a JSON file, as values. Answers the exit status: 0, 1 with a sentence
+    on stderr, 130 if interrupted."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == [REQUEST] and len(given) == 2:
+        return _answer(lambda: read_object(Path(given[1])), ends_by_signal=arguments is None)
+    return _answer(lambda: _values(vars(_parser().parse_args(given))), ends_by_signal=arguments is None)
+
+
+def _values(said: dict) -> dict:
+    """The tool's settings in what stood on the command line. Raises Trouble."""
+    pairs = said.pop("pairs", None)
+    if pairs is not None:
+        said["paths"], said["strengths"] = zip(*map(_pair, pairs), strict=True)
+    if "set" in said:
+        said["set"] = dict(map(_setting, said["set"]))
+    return said
+
+
+def _answer(values_of: Callable[[], dict], *, ends_by_signal: bool) -> int:
+    if ends_by_signal:  # a process of our own: being ended cleans up as being interrupted does
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        said = values.pop("pairs", None)
-        if said is not None:
-            values["paths"], values["strengths"] = zip(*map(_pair, said), strict=True)
-        if "set" in values:
-            values["set"] = dict(map(_setting, values["set"]))
-        answer = run_tool(values, on_progress=_Bar().show)
+        answer = run_tool(values_of(), on_progress=_Bar().show)
     except Trouble as trouble:
         print(f"\n{trouble}", file=sys.stderr)
         return 1

@@ -6,12 +6,14 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from backend.host import runs, tracing, worker
 from backend.host.claim import holder
 from backend.host.processes import SUPERVISED
 from backend.schema.places import Places
+from backend.schema.values import printable
 
 RUN_GRACE_SECONDS = 20.0
 
@@ -52,31 +54,58 @@ class Ending:
             continue
 
 
-def end_all(engine, places: Places, ending: Ending) -> None:
-    """Ends the worker, the helpers and every run that a page started; says so on stdout where there is something to wait for."""
-    engine.stop()
-    tracing.end(places)
-    live = [run for run in runs.live_runs(places) if run.live]
-    if live:
+def end_all(engine, places: Places, ending: Ending) -> list[str]:
+    """Ends every run that a page started, the worker and the helpers; says so on stdout where there is something to wait for.
+
+    What fails with one of them keeps none of the others from being ended. Returns what could not be ended, in words.
+    """
+    left = []
+    if _tried("the engine", engine.stop, left) is False:
+        left.append("the engine's worker")
+    _tried("the helpers", lambda: tracing.end(places), left)
+    mine = _tried("training runs", lambda: runs.ours_at_work(places), left) or []
+    if mine:
         print(
-            f"Asking {len(live)} training run{'s' if len(live) > 1 else ''} to save and end "
+            f"Asking {len(mine)} training run{'s' if len(mine) > 1 else ''} to save and end "
             f"(up to {RUN_GRACE_SECONDS:.0f} s; Ctrl-C again ends at once).",
             flush=True,
         )
-    runs.stop_all(places, grace_seconds=RUN_GRACE_SECONDS, hurry=ending.hurry)
+    stop = _tried(
+        "training runs", lambda: runs.stop_all(places, grace_seconds=RUN_GRACE_SECONDS, hurry=ending.hurry), left
+    )
+    left += [f"the run {printable(folder.name)}" for folder in (stop[1] if stop else ())]
+    return _told(left)
 
 
-def sweep(places: Places) -> None:
+def _tried(what: str, act: Callable, left: list[str]):
+    """What `act` returns; a failure of any kind is noted in `left`, for the others are still to be ended."""
+    try:
+        return act()
+    except Exception as error:
+        left.append(f"{what} ({type(error).__name__}: {error})")
+        return None
+
+
+def _told(left: list[str]) -> list[str]:
+    if left:
+        print(f"Could not be ended: {', '.join(left)}.", file=sys.stderr, flush=True)
+    return left
+
+
+def sweep(places: Places) -> list[str]:
     """Ends at once what a studio that could not end it has left: its worker and the runs that were started from its page.
 
-    Nothing where another studio that lives has the data folder.
+    Nothing where another studio that lives has the data folder. Returns what could not be ended, in words.
     """
     if holder(places):
-        return
-    worker.end_left_behind(places)
-    tracing.end(places)
-    runs.stop_all(places, grace_seconds=0)
+        return []
+    left: list[str] = []
+    _tried("the engine's worker", lambda: worker.end_left_behind(places), left)
+    _tried("the helpers", lambda: tracing.end(places), left)
+    stop = _tried("training runs", lambda: runs.stop_all(places, grace_seconds=0), left)
+    left += [f"the run {printable(folder.name)}" for folder in (stop[1] if stop else ())]
+    return _told(left)
 
 
 if __name__ == "__main__":
-    sweep(Places(Path(sys.argv[1])))
+    sys.exit(1 if sweep(Places(Path(sys.argv[1]))) else 0)

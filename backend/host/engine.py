@@ -143,12 +143,13 @@ class Engine:
             gone = worker is not self._worker
         return workers.checked(events, command, gone=gone, timeout_seconds=timeout_seconds)
 
-    def stop(self) -> None:
-        """Ends the worker for good; a request at work and those that wait come back, held, with the next `Engine`."""
+    def stop(self) -> bool:
+        """Ends the worker for good; a request at work and those that wait come back, held, with the next `Engine`. Returns whether the
+        worker is gone."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._end_worker()
+        return self._end_worker()
 
     @contextlib.contextmanager
     def card_given(self) -> Iterator[None]:
@@ -232,16 +233,17 @@ class Engine:
         workers.follow(worker, lambda event: self._heard(worker, event), lambda code: self._ended(worker, code))
         return worker
 
-    def _end_worker(self) -> None:
+    def _end_worker(self) -> bool:
         with self._changed:
             worker = self._worker
             if worker is None:
-                return
+                return True
             worker.wanted_end = worker.wanted_end or "stop"
             patience = 1.0 if self._ledger.snapshot.job is None else 0.3
-        workers.end(worker, self._places, patience_seconds=patience)
+        gone = workers.end(worker, self._places, patience_seconds=patience)
         with self._changed:
             self._changed.wait_for(lambda: self._worker is not worker, timeout=10)
+        return gone
 
     def _heard(self, worker: Worker, event: Event) -> None:
         with self._changed:
@@ -259,7 +261,8 @@ class Engine:
     def _gone(self, worker: Worker, code: int) -> None:
         """Says what the worker's end means for the request it had."""
         self._worker = None
-        (self._places.user / "worker.json").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder may be gone, or another's
+            (self._places.user / "worker.json").unlink(missing_ok=True)
         job = self._ledger.snapshot.job
         self._set(state="off", pid=0, memory={}, job=None)
         if worker.wanted_end == "cancel" and job is not None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from backend.schema.messages import Event, Trouble, from_line, trouble_from_values
+from backend.schema.untrusted import is_file
+from backend.schema.values import finite, text, texts, whole
 
 LOG_TAIL_BYTES = 64 * 1024
 LOG_LINE_CHARACTERS = 2000
@@ -16,6 +20,16 @@ RECENT_STEPS = 20
 KEPT_NOTES = 20
 KEPT_VALIDATIONS = 1000
 KEPT_STEPS = 40_000  # an even number
+KEPT_FILES = 2000  # samples, states and results that a run is asked for, the newest of each
+BLOCK_BYTES, MOST_LINE_BYTES = 2**20, 2**20
+MOST_PATH = 4096
+LARGEST = 1e30  # of a loss; sums of them stay numbers
+MOST_FIGURES = 40  # of memory
+WHOLE_BYTES, BEGINNING_BYTES, END_BYTES = 24 * 2**20, 2**20, 8 * 2**20
+_RARE = re.compile(  # of a line that `to_line` wrote
+    rb'^\{"event": "(?:started|resumed|sample|validation|checkpoint|saved|note|trouble|finished)".{0,65536}$',
+    re.MULTILINE,
+)
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -55,6 +69,9 @@ class Journal:
     folder: Path
     offset: int = 0  # bytes read
     partial: bytes = b""  # a last line without its end
+    too_long: bool = False  # it is the rest of a line that is passed over
+    settings: tuple = ((), None)  # (stamp of the run's settings, why they cannot be read)
+    passed_over: bool = False  # of so many events only the first, the last and the rare ones were read
     count: int = 0  # events read
     last: Event | None = None
     last_offset: int = 0  # where the last event began
@@ -72,39 +89,76 @@ class Journal:
     notes: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     checkpoints: list[tuple[int, Path]] = field(default_factory=list)
-    saved: list[Path] = field(default_factory=list)
+    saved: dict[Path, None] = field(default_factory=dict)
     steps: array = field(default_factory=lambda: array("q"))
     losses: array = field(default_factory=lambda: array("d"))
     seconds: array = field(default_factory=lambda: array("d"))
     validation: list[tuple[int, float]] = field(default_factory=list)
 
     def update(self) -> None:
-        """Reads on to the end of `events.jsonl`; a torn last line waits for its rest. A file that shrank is read anew."""
+        """Reads on to the end of `events.jsonl`; a torn last line waits for its rest. A file that shrank is read anew.
+
+        Memory and time are bounded whatever the file is: it is read in blocks, no line may be longer than `MOST_LINE_BYTES`, and of
+        more than `WHOLE_BYTES` at once only the beginning and the end are read in full, of the rest the events that are rare.
+        """
         path = self.folder / "events.jsonl"
-        try:
-            size = path.stat().st_size
-        except OSError:
+        if not is_file(path):
             size = 0
+        else:
+            try:
+                size = path.stat().st_size
+            except OSError:
+                size = 0
         if size < self.offset:
             self.__init__(self.folder)
         if size <= self.offset:
             return
         with path.open("rb") as file:
             file.seek(self.offset)
-            data = file.read()
-        start = self.offset - len(self.partial)
-        self.offset += len(data)
-        *lines, self.partial = (self.partial + data).split(b"\n")
-        for line in lines:
-            event = from_line(line.decode("utf-8", errors="replace"))
-            if event is not None:
-                self.last, self.last_offset = event, start
-                self.first_time = self.first_time or event.time
-                self.count += 1
-                take = _TAKE.get(event.event)
-                if take is not None:
-                    take(self, event.values)
-            start += len(line) + 1
+            if size - self.offset > WHOLE_BYTES:
+                self._read(file, self.offset + BEGINNING_BYTES, rare=False)
+                self._read(file, size - END_BYTES, rare=True)
+                self.passed_over = True
+            self._read(file, size, rare=False)
+
+    def _read(self, file: BinaryIO, until: int, *, rare: bool) -> None:
+        """Takes the lines up to the byte `until`; `rare`: only those whose events are rare, as Loft writes them."""
+        while self.offset < until:
+            data = file.read(min(BLOCK_BYTES, until - self.offset))
+            if not data:
+                return
+            begin = self.offset - len(self.partial)
+            self.offset += len(data)
+            data = self.partial + data
+            if self.too_long:  # the rest of a line that is passed over
+                head, newline, data = data.partition(b"\n")
+                begin += len(head) + len(newline)
+                self.too_long = not newline
+            end = data.rfind(b"\n") + 1
+            self.partial = data[end:]
+            if len(self.partial) > MOST_LINE_BYTES:
+                self.partial, self.too_long = b"", True
+            if rare:
+                for found in _RARE.finditer(data, 0, end):
+                    self._take(found.group(), begin + found.start())
+            else:
+                self._take_all(data[:end], begin)
+
+    def _take_all(self, data: bytes, begin: int) -> None:
+        for line in data.split(b"\n"):
+            self._take(line, begin)
+            begin += len(line) + 1
+
+    def _take(self, line: bytes, begin: int) -> None:
+        event = from_line(line.decode("utf-8", errors="replace")) if 2 < len(line) <= MOST_LINE_BYTES else None
+        if event is None:
+            return
+        self.last, self.last_offset = event, begin
+        self.first_time = self.first_time or event.time
+        self.count += 1
+        take = _TAKE.get(event.event)
+        if take is not None:
+            take(self, event.values)
 
     @property
     def seconds_per_step(self) -> float:
@@ -144,15 +198,17 @@ def averaged(num_steps: int) -> int:
 
 
 def _take_started(journal: Journal, values: dict) -> None:
-    journal.started, journal.finished, journal.trouble = values, None, None
+    journal.started = {"model": text(values.get("model", ""), most=500)}
+    journal.finished, journal.trouble = None, None
     journal.total_steps = _whole(values.get("total_steps")) or journal.total_steps
     journal.phase = None
 
 
 def _take_resumed(journal: Journal, values: dict) -> None:
     """Steps after the checkpoint are made again: what was noted of them no longer counts."""
-    journal.resumed, journal.finished, journal.trouble = values, None, None
     journal.step = _whole(values.get("step"))
+    lists = {name: texts(values.get(name), most=100) for name in ("restored", "not_restored")}
+    journal.resumed, journal.finished, journal.trouble = {"step": journal.step, **lists}, None, None
     while journal.steps and journal.steps[-1] > journal.step:
         for series in (journal.steps, journal.losses, journal.seconds):
             series.pop()
@@ -162,7 +218,8 @@ def _take_resumed(journal: Journal, values: dict) -> None:
 
 def _take_phase(journal: Journal, values: dict) -> None:
     journal.finished = None  # it goes on
-    journal.phase = Phase(str(values.get("name", "")), _whole(values.get("done")), _whole(values.get("total")))
+    name = text(values.get("name", ""), most=100)
+    journal.phase = Phase(name, _whole(values.get("done")), _whole(values.get("total")))
 
 
 def _take_step(journal: Journal, values: dict) -> None:
@@ -170,8 +227,11 @@ def _take_step(journal: Journal, values: dict) -> None:
     journal.step = _whole(values.get("step"))
     journal.total_steps = _whole(values.get("total_steps")) or journal.total_steps
     journal.epoch = _whole(values.get("epoch")) or journal.epoch
-    journal.learning_rate = _number(values.get("learning_rate")) or journal.learning_rate
-    loss, seconds = _number(values.get("loss")), _number(values.get("seconds"))
+    journal.learning_rate = finite(values.get("learning_rate")) or journal.learning_rate
+    loss, seconds = (
+        finite(values.get("loss"), low=-LARGEST, high=LARGEST),
+        finite(values.get("seconds"), low=0, high=1e9),
+    )
     if loss is not None:
         journal.steps.append(journal.step)
         journal.losses.append(loss)
@@ -189,31 +249,38 @@ def _thin(journal: Journal) -> None:
 
 def _take_sample(journal: Journal, values: dict) -> None:
     path = _path(journal, values)
-    journal.samples.append(Sample(_whole(values.get("step")), str(values.get("prompt", "")), path))
+    if path is not None:
+        _keep(journal.samples, Sample(_whole(values.get("step")), text(values.get("prompt", ""), most=2000), path))
 
 
 def _take_validation(journal: Journal, values: dict) -> None:
-    loss = _number(values.get("loss"))
+    loss = finite(values.get("loss"), low=-LARGEST, high=LARGEST)
     if loss is not None:
-        journal.validation = [*journal.validation, (_whole(values.get("step")), loss)][-KEPT_VALIDATIONS:]
+        _keep(journal.validation, (_whole(values.get("step")), loss), most=KEPT_VALIDATIONS)
 
 
 def _take_checkpoint(journal: Journal, values: dict) -> None:
-    journal.checkpoints.append((_whole(values.get("step")), _path(journal, values)))
+    path = _path(journal, values)
+    if path is not None:
+        _keep(journal.checkpoints, (_whole(values.get("step")), path))
 
 
 def _take_saved(journal: Journal, values: dict) -> None:
     path = _path(journal, values)
-    if path not in journal.saved:
-        journal.saved.append(path)
+    if path is not None and path not in journal.saved:
+        journal.saved[path] = None
+        while len(journal.saved) > KEPT_FILES:
+            del journal.saved[next(iter(journal.saved))]
 
 
 def _take_memory(journal: Journal, values: dict) -> None:
-    journal.memory = journal.memory | values
+    told = {name: finite(value, low=0, high=2**60) for name, value in values.items() if name.endswith("_bytes")}
+    known = {name: int(value) for name, value in told.items() if value is not None}
+    journal.memory = dict([*(journal.memory | known).items()][:MOST_FIGURES])
 
 
 def _take_note(journal: Journal, values: dict) -> None:
-    journal.notes = [*journal.notes, str(values.get("message", ""))][-KEPT_NOTES:]
+    _keep(journal.notes, text(values.get("message", ""), most=2000), most=KEPT_NOTES)
 
 
 def _take_trouble(journal: Journal, values: dict) -> None:
@@ -221,8 +288,15 @@ def _take_trouble(journal: Journal, values: dict) -> None:
 
 
 def _take_finished(journal: Journal, values: dict) -> None:
-    journal.finished = values
+    journal.finished = {"reason": text(values.get("reason", ""), most=100)}
     journal.step = _whole(values.get("step")) or journal.step
+
+
+def _keep(kept: list, one: object, *, most: int = KEPT_FILES) -> None:
+    """Adds to a list of the newest; now and then what is too much goes, so that a long list costs no more than a short one."""
+    kept.append(one)
+    if len(kept) >= 2 * most:
+        del kept[:-most]
 
 
 _TAKE = {
@@ -241,23 +315,24 @@ _TAKE = {
 }
 
 
-def _path(journal: Journal, values: dict) -> Path:
-    """The path in an event, sought in the run's folder where that lies now, even if it lay elsewhere when it was written."""
-    path = Path(str(values.get("path", "")))
+def _path(journal: Journal, values: dict) -> Path | None:
+    """The path in an event, sought in the run's folder where that lies now, even if it lay elsewhere when it was written.
+
+    None for one that leads out of the folder: nothing is looked for where only a stranger's file says that there is something.
+    """
+    said = values.get("path")
+    if not isinstance(said, str) or not said or "\0" in said or len(said) > MOST_PATH:
+        return None
+    path, home = Path(said), str(journal.folder)
     if journal.folder not in path.parents and journal.folder.name in path.parts:
         at = len(path.parts) - 1 - path.parts[::-1].index(journal.folder.name)
-        return journal.folder.joinpath(*path.parts[at + 1 :])
-    return journal.folder / path
+        path = Path(*path.parts[at + 1 :])
+    named = os.path.normpath(journal.folder / path)
+    return Path(named) if named.startswith(home + os.sep) else None
 
 
 def _whole(value) -> int:
-    return int(value) if isinstance(value, int | float) and value == value and abs(value) != float("inf") else 0
-
-
-def _number(value) -> float | None:
-    """A finite number, or None: a NaN loss has no place in a curve."""
-    good = isinstance(value, int | float) and not isinstance(value, bool) and value - value == 0
-    return float(value) if good else None
+    return whole(int(value) if finite(value) is not None else None) or 0
 
 
 def log_tail(path: Path, *, lines: int = 200) -> str:
@@ -265,6 +340,8 @@ def log_tail(path: Path, *, lines: int = 200) -> str:
 
     At most the last 64 KiB are read, however long the log is. A log that is not there is empty.
     """
+    if not is_file(path):
+        return ""
     try:
         with path.open("rb") as file:
             file.seek(0, 2)

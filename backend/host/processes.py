@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ import psutil
 
 from backend.host.isolation import SAFE, isolated
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import read_object
+from backend.schema.values import LAST_TIME, finite, texts, whole
 
 PYTHON = (sys.executable, *SAFE)  # how a child in Python is begun
 MARK = "LOFT_MARK"  # environment variable that every descendant of a started process inherits
@@ -38,6 +41,9 @@ class Process:
 
 
 NOBODY = Process(0, 0.0)
+OWN_MODULES = ("backend.", "studio.", "accelerate.")  # what Loft's own commands run
+MOST_RECORD_BYTES = 2**20
+LAST_PID = 2**62
 SECRET_FLAGS = ("--auth",)  # of Loft's own commands; what follows them is never kept
 
 
@@ -95,9 +101,24 @@ def _popen(argv, *, cwd, env, mark, **streams) -> subprocess.Popen:
     if sys.platform == "win32":
         apart = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW}
     try:
-        return subprocess.Popen([str(word) for word in argv], cwd=cwd, env=env, close_fds=True, **apart, **streams)
-    except OSError as error:
-        raise Trouble("not_started", f"{argv[0]} could not be started: {error.strerror or error}.") from error
+        child = subprocess.Popen([str(word) for word in argv], cwd=cwd, env=env, close_fds=True, **apart, **streams)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", "") or error
+        raise Trouble("not_started", f"{argv[0]} could not be started: {why}.") from error
+    _await_command_line(child)
+    return child
+
+
+def _await_command_line(child: subprocess.Popen) -> None:
+    """Until the system tells what the child is: for a moment after its start it has neither command line nor environment."""
+    end = time.monotonic() + 1.0
+    while child.poll() is None and time.monotonic() < end:
+        try:
+            if psutil.Process(child.pid).cmdline():
+                return
+        except psutil.Error:
+            return
+        time.sleep(0.001)
 
 
 def _reap(child: subprocess.Popen) -> None:
@@ -234,10 +255,56 @@ def to_text(process: Process, **more) -> str:
 
 
 def from_file(path: Path) -> tuple[Process, dict] | None:
-    """The process and the further values in a `process.json`; None if there is none that can be read."""
+    """The process and the further values in a `process.json`; None if there is none that can be read.
+
+    The file decides nothing by itself: it may have come with a folder from elsewhere. `child` says whether the process is ours.
+    """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        process = Process(int(values.pop("pid")), float(values.pop("created")), tuple(values.pop("argv", ()) or ()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        values = read_object(path, most=MOST_RECORD_BYTES)
+    except Trouble:
         return None
-    return process, values
+    pid = whole(values.pop("pid", None), low=-LAST_PID, high=LAST_PID)
+    created = finite(values.pop("created", None), low=0, high=LAST_TIME)
+    if pid is None or created is None:
+        return None
+    return Process(pid, created, tuple(texts(values.pop("argv", ())))), values
+
+
+def child(process: Process, *, mark: str) -> Process:
+    """`process`, if that very process lives, carries `mark`, which only those who start it can give it, and runs a command of Loft's;
+    else `NOBODY`, whose end ends what carries the mark alone."""
+    found = _find(process)
+    if found is None or mark_of(found) != mark:
+        return NOBODY
+    line = without_secrets(_command_line(found))
+    return process if line == list(process.argv) or any(word.startswith(OWN_MODULES) for word in line) else NOBODY
+
+
+def mark_of(found: psutil.Process) -> str | None:
+    """The mark that a living process carries, "" for none, None where the system does not tell."""
+    try:
+        return found.environ().get(MARK, "")
+    except (psutil.Error, OSError):
+        return None
+
+
+def names_folder(process: Process, folder: Path, modules: tuple[str, ...]) -> bool:
+    """Whether that very process lives and its own command line runs one of `modules` on `folder`: one that a person started by hand."""
+    found = _find(process)
+    if found is None or mark_of(found):
+        return False
+    line = _command_line(found)
+    if not any(word.replace("\\", "/").rpartition("/")[2] in modules for word in line):
+        return False
+    try:
+        here = Path(found.cwd())
+    except (psutil.Error, OSError):
+        return False
+    wanted = os.path.realpath(folder)
+    return any(os.path.realpath(here / word.partition("=")[2 * ("=" in word)]) == wanted for word in line if word)
+
+
+def marks(prefix: str) -> set[str]:
+    """The marks that begin with `prefix` and that a living process of this user carries."""
+    found = (mark_of(process) for process in psutil.process_iter())
+    return {mark for mark in found if mark and mark.startswith(prefix)}

@@ -6,6 +6,7 @@ A run goes on when the studio or the browser is gone; whoever opens the folder n
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import secrets
 import shlex
@@ -20,11 +21,26 @@ from pathlib import Path
 from backend.host import processes
 from backend.host.files import not_written, write_text
 from backend.host.journal import LossSeries, Phase, Sample
-from backend.host.run import Run, file_size, forget, list_runs, live_runs, log, loss_series, read
+from backend.host.run import (
+    MARK,
+    MOST_SETTINGS_BYTES,
+    Run,
+    file_size,
+    forget,
+    list_runs,
+    live_runs,
+    log,
+    loss_series,
+    mark,
+    process_of,
+    read,
+)
 from backend.schema.knobs import from_file_text, to_file_text, to_flags
 from backend.schema.messages import Trouble
 from backend.schema.places import Places
 from backend.schema.training import TrainingConfig
+from backend.schema.untrusted import read_bytes
+from backend.schema.values import printable
 
 __all__ = [
     "LossSeries",
@@ -88,10 +104,10 @@ def _slug(name: str) -> str:
 def config_of(folder: Path) -> TrainingConfig:
     """The settings of a run. Raises Trouble for a `config.json` that is missing or not right."""
     try:
-        text = (folder / "config.json").read_text(encoding="utf-8")
-    except OSError as error:
+        text = read_bytes(folder / "config.json", most=MOST_SETTINGS_BYTES)
+    except Trouble as trouble:
         raise Trouble(
-            "missing_file", f"The run's settings {folder / 'config.json'} cannot be read: {error.strerror}."
+            "missing_file", f"The settings of the run {printable(folder.name)} cannot be read. {trouble}"
         ) from None
     return from_file_text(TrainingConfig, text)
 
@@ -136,12 +152,12 @@ def start(folder: Path, *, places: Places, engine=None, argv: Sequence[str] | No
                 log=folder / "log.txt",
                 cwd=places.root,
                 env=processes.child_environment(places.root),
-                mark=_mark(folder),
+                mark=mark(folder),
             )
             try:
                 write_text(folder / "process.json", processes.to_text(process, events_at=events_at, by="studio"))
             except OSError as error:  # a run that nobody could find again must not go on
-                processes.end_tree(process, grace_seconds=0, mark=_mark(folder))
+                processes.end_tree(process, grace_seconds=0, mark=mark(folder))
                 raise not_written("The run's record", error) from None
         return process
 
@@ -164,34 +180,60 @@ def stop(folder: Path) -> None:
 
 
 def kill(folder: Path, *, grace_seconds: float = 3.0) -> bool:
-    """Ends the run's processes now, all of them; what was not saved is lost. Returns whether all are gone."""
-    stop(folder)  # so that the reading says "stopped", as was asked, and not "died"
-    known = processes.from_file(folder / "process.json")
-    process = known[0] if known else processes.NOBODY
-    return processes.end_tree(process, grace_seconds=grace_seconds, mark=_mark(folder))
+    """Ends the run's processes now, all of them; what was not saved is lost. Returns whether all are gone.
+
+    Ended is what was started as this run and no other process, whatever the folder's record says. One that a person started by
+    hand is asked to save and end, and Trouble("not_ours") says so.
+    """
+    with contextlib.suppress(OSError):  # the folder may be gone, or the disk full
+        stop(folder)  # so that the reading says "stopped", as was asked, and not "died"
+    process, lives, _ = process_of(folder)
+    ours = processes.child(process, mark=mark(folder)) if process else processes.NOBODY
+    if lives and ours is processes.NOBODY:
+        raise Trouble(
+            "not_ours",
+            f"The run {printable(folder.name)} was started by hand (process {process.pid}), so this page only asks it to save and end.",
+            hint="To end it at once, press Ctrl-C where it was started.",
+        )
+    return processes.end_tree(ours, grace_seconds=grace_seconds, mark=mark(folder))
 
 
-def stop_all(places: Places, *, grace_seconds: float = 20.0, hurry: threading.Event | None = None) -> list[Path]:
+def stop_all(
+    places: Places, *, grace_seconds: float = 20.0, hurry: threading.Event | None = None
+) -> tuple[list[Path], list[Path]]:
     """Ends every run that was started from a page on this data folder: asked to save first, killed after the grace.
 
-    `hurry`, once set, ends the wait. Returns the folders. Runs that were started from a command line are left alone.
+    They are found by what their processes carry as well as by their folders, so nothing that lies in a folder hides one. `hurry`,
+    once set, ends the wait. Returns the folders of all, and of those that could not be ended. Runs that were started from a command
+    line are left alone.
     """
-    mine = [run.folder for run in list_runs(places) if run.live and _is_ours(run.folder)]
+    mine = ours_at_work(places)
     for folder in mine:
         with contextlib.suppress(OSError):  # a full disk must not keep the others from being ended
             stop(folder)
     end = time.monotonic() + grace_seconds
-    while any(read(folder).live for folder in mine) and time.monotonic() < end and not (hurry and hurry.is_set()):
+    while any(map(_works_still, mine)) and time.monotonic() < end and not (hurry and hurry.is_set()):
         time.sleep(0.1)
-    for folder in mine:
-        with contextlib.suppress(OSError):
-            kill(folder)
-    return mine
+    return mine, [folder for folder in mine if not _ended(folder)]
 
 
-def _is_ours(folder: Path) -> bool:
-    known = processes.from_file(folder / "process.json")
-    return known is not None and known[1].get("by") == "studio"
+def ours_at_work(places: Places) -> list[Path]:
+    """The folders of every run that a page on this data folder has started and that lives."""
+    home = Path(os.path.realpath(places.runs))
+    carried = [Path(found.removeprefix(MARK)) for found in processes.marks(MARK)]
+    return [places.runs / folder.name for folder in sorted(set(carried)) if folder.parent == home]
+
+
+def _works_still(folder: Path) -> bool:
+    run = read(folder)
+    return run.live or (run.status in ("queued", "unreadable") and bool(processes.marked(mark(folder))))
+
+
+def _ended(folder: Path) -> bool:
+    try:
+        return kill(folder)
+    except (OSError, ValueError, Trouble):
+        return processes.end_tree(processes.NOBODY, grace_seconds=0, mark=mark(folder))
 
 
 def discard(folder: Path, *, places: Places) -> Path:
@@ -203,10 +245,9 @@ def discard(folder: Path, *, places: Places) -> Path:
     target = places.trash / folder.name
     while target.exists():
         target = places.trash / f"{folder.name}-{secrets.token_hex(2)}"
-    shutil.move(str(folder), str(target))
+    try:
+        shutil.move(str(folder), str(target))
+    except OSError as error:
+        raise not_written(f"The run in {target}", error) from None
     forget(folder)
     return target
-
-
-def _mark(folder: Path) -> str:
-    return f"run:{folder.resolve()}"

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import glob
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from backend.host import processes
-from backend.host.files import write_text
+from backend.host.files import not_written, write_text
 from backend.host.journal import log_tail
 from backend.schema.messages import Trouble
 from backend.schema.places import Places
+from backend.schema.untrusted import is_file, name_of
+from backend.schema.values import text
 
 MODULE = "backend.engine.lora_tools"
 MARK = "tool"
+REQUEST = "request.json"
 
 
 @dataclass(frozen=True)
@@ -31,21 +37,33 @@ def _folder(places: Places) -> Path:
     return places.user / "tool"
 
 
-def start(arguments: Sequence[str], *, out: Path | None, places: Places) -> None:
-    """Starts `lora_tools` with `arguments` (the tool's name first) and returns. Raises Trouble("already_running")."""
+def start(values: Mapping[str, object], *, out: Path | None, places: Places) -> None:
+    """Starts `lora_tools` with the settings `values` ("tool" among them) and returns. Raises Trouble("already_running" | "not_written").
+
+    They go by a file, as values: on a command line a field that begins with a dash would be an option.
+    """
     if (now := read(places)) is not None and now.live:
         raise Trouble("already_running", f"The tool {now.tool} is at work.", hint="Wait for it, or cancel it.")
     folder = _folder(places)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "log.txt").unlink(missing_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "log.txt").unlink(missing_ok=True)
+        write_text(folder / REQUEST, json.dumps(dict(values)))
+    except OSError as error:
+        raise not_written("The tool's request", error) from None
     process = processes.start(
-        [*processes.PYTHON, "-m", MODULE, *arguments],
+        [*processes.PYTHON, "-m", MODULE, "--request", str(folder / REQUEST)],
         log=folder / "log.txt",
         cwd=places.root,
         env=processes.child_environment(places.root),
         mark=_mark(places),
     )
-    write_text(folder / "process.json", processes.to_text(process, tool=arguments[0], out=str(out or "")))
+    try:
+        record = processes.to_text(process, tool=str(values["tool"]), out=str(out or ""))
+        write_text(folder / "process.json", record)
+    except OSError as error:  # one that nobody could watch or cancel must not go on
+        processes.end_tree(process, grace_seconds=0, mark=_mark(places))
+        raise not_written("The tool's record", error) from None
 
 
 def read(places: Places) -> ToolRun | None:
@@ -54,26 +72,33 @@ def read(places: Places) -> ToolRun | None:
     if known is None:
         return None
     process, more = known
-    live = processes.alive(process)
-    out = Path(more["out"]) if more.get("out") else None
+    live = processes.child(process, mark=_mark(places)) is process
+    out = _written(more, places)
     lines = [line for line in log_tail(_folder(places) / "log.txt", lines=20).splitlines() if line.strip()]
     # The times of files may be coarser than those of processes.
-    done = not live and out is not None and out.is_file() and out.stat().st_mtime >= process.created - 2
-    return ToolRun(str(more.get("tool", "")), out, live, done, lines[-1] if lines else "")
+    done = not live and out is not None and is_file(out) and out.stat().st_mtime >= process.created - 2
+    return ToolRun(text(more.get("tool", ""), most=100), out, live, done, lines[-1] if lines else "")
 
 
 def cancel(places: Places) -> None:
     """Ends the tool that is at work; tools write their files whole or not at all."""
     known = processes.from_file(_folder(places) / "process.json")
     if known is not None:
-        processes.end_tree(known[0], grace_seconds=2.0, mark=_mark(places))
-        _clear_partial(known[1].get("out"))
+        processes.end_tree(processes.child(known[0], mark=_mark(places)), grace_seconds=2.0, mark=_mark(places))
+        _clear_partial(_written(known[1], places))
 
 
-def _clear_partial(out: str | None) -> None:
+def _written(more: dict, places: Places) -> Path | None:
+    """What the record says is written: a file in the folder of LoRAs, where tools of the page write, and nowhere else."""
+    name = name_of(more.get("out") or "")
+    return places.loras / name if name and more["out"] == str(places.loras / name) else None
+
+
+def _clear_partial(out: Path | None) -> None:
     """Where a process cannot be asked to tidy up (Windows), what it was writing is cleared away after it."""
-    for left in Path(out).parent.glob(f".{Path(out).name}.*.tmp") if out else ():
-        left.unlink(missing_ok=True)
+    for left in out.parent.glob(f".{glob.escape(out.name)}.*.tmp") if out else ():
+        with contextlib.suppress(OSError):
+            left.unlink(missing_ok=True)
 
 
 def _mark(places: Places) -> str:

@@ -16,7 +16,7 @@ from backend.catalog.sizes import sizes_of
 from backend.catalog.spec import ModelSpec
 from backend.host import processes
 from backend.host.files import write_text
-from backend.schema.places import PROJECT, Places
+from backend.schema.places import Places
 
 FOLDER = "memory"
 TRACER, READER = "process", "reader"  # notes of which processes they are
@@ -74,7 +74,7 @@ def _digest(config: dict) -> str:
 def _ensure(places: Places) -> processes.Process:
     """The helper that lives, or a new one."""
     home = folder(places)
-    return _alive(home / TRACER) or _start(["-m", "backend.engine.answers", str(home)], home / TRACER, places)
+    return _alive(home / TRACER, places) or _start(["-m", "backend.engine.answers", str(home)], home / TRACER, places)
 
 
 def ask_name(model_id: str, places: Places) -> bool:
@@ -84,32 +84,34 @@ def ask_name(model_id: str, places: Places) -> bool:
         return False
     home = folder(places)
     home.mkdir(parents=True, exist_ok=True)
-    if _alive(home / READER) is None:
+    if _alive(home / READER, places) is None:
         _start(["-m", "backend.catalog.remote", model_id], home / READER, places)
     return True
 
 
 def _start(argv: list[str], note: Path, places: Places) -> processes.Process:
     env = processes.child_environment(places.root, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
-    started = processes.start([*processes.PYTHON, *argv], log=note.with_suffix(".log"), cwd=PROJECT, env=env)
-    write_text(note, json.dumps([started.pid, started.created]))
+    log, mark = note.with_suffix(".log"), _mark(places)
+    started = processes.start([*processes.PYTHON, *argv], log=log, cwd=places.root, env=env, mark=mark)
+    write_text(note, processes.to_text(started))
     return started
 
 
-def _alive(note: Path) -> processes.Process | None:
-    """The process that `note` names, if it lives."""
-    try:
-        pid, created = json.loads(note.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    known = processes.Process(pid, created)
-    return known if processes.alive(known) else None
+def _mark(places: Places) -> str:
+    return f"helper:{places.root.resolve()}"
+
+
+def _alive(note: Path, places: Places) -> processes.Process | None:
+    """The helper that `note` names, if it lives."""
+    known = processes.from_file(note)
+    found = processes.child(known[0], mark=_mark(places)) if known else processes.NOBODY
+    return None if found is processes.NOBODY else found
 
 
 def end(places: Places) -> None:
     """Ends the helpers that live."""
     for name in (TRACER, READER):
-        found = _alive(folder(places) / name)
+        found = _alive(folder(places) / name, places)
         if found is not None:
             processes.end_tree(found)
 

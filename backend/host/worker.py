@@ -96,20 +96,20 @@ def checked(events: list[Event], command: str, *, gone: bool, timeout_seconds: f
     raise Trouble("timeout", f"The engine did not answer to {command} within {timeout_seconds:.0f} s.")
 
 
-def end(worker: Worker, places: Places, *, patience_seconds: float) -> None:
-    """The end of stdin asks the worker to end; after the patience its tree is ended."""
+def end(worker: Worker, places: Places, *, patience_seconds: float) -> bool:
+    """The end of stdin asks the worker to end; after the patience its tree is ended. Returns whether all of it is gone."""
     with contextlib.suppress(OSError, ValueError):
         worker.child.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
         worker.child.wait(timeout=patience_seconds)
-    processes.end_tree(worker.process, grace_seconds=2.0, mark=mark_of(places))
+    return processes.end_tree(worker.process, grace_seconds=2.0, mark=mark_of(places))
 
 
 def end_left_behind(places: Places) -> None:
     """Ends a worker that a studio which was killed has left on this data folder."""
     known = processes.from_file(places.user / "worker.json")
-    if known and processes.alive(known[0]):
-        processes.end_tree(known[0], grace_seconds=1.0, mark=mark_of(places))
+    if known and (worker := processes.child(known[0], mark=mark_of(places))) is not processes.NOBODY:
+        processes.end_tree(worker, grace_seconds=1.0, mark=mark_of(places))
 
 
 def death(worker: Worker, code: int, places: Places, *, working: bool) -> Trouble:

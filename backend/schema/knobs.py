@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 from backend.schema.knob import Knob, knob, knobs_of, section, switch, switches_of
 from backend.schema.messages import Trouble
-from backend.schema.untrusted import parse_json, printable
+from backend.schema.values import parse_json, printable
 
 MOST_SHOWN = 200  # characters of a wrong value that a sentence repeats
 

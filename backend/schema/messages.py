@@ -6,6 +6,10 @@ import json
 import time
 from dataclasses import asdict, dataclass, field
 
+from backend.schema.values import LAST_TIME, finite, parse_json, text
+
+MOST_SAID, MOST_DETAIL = 4000, 200_000  # characters of what another process says
+
 
 class Trouble(Exception):
     """Something that a person must hear about, in words that help.
@@ -34,12 +38,9 @@ def _rebuild_trouble(kind: str, message: str, hint: str, detail: str) -> Trouble
 
 def trouble_from_values(values: dict) -> Trouble:
     """The inverse of `Trouble.to_values`; missing fields become empty."""
-    return Trouble(
-        str(values.get("kind", "unknown")),
-        str(values.get("message", "")),
-        hint=str(values.get("hint", "")),
-        detail=str(values.get("detail", "")),
-    )
+    kind = text(values.get("kind", "unknown"), most=100) or "unknown"
+    message, hint = (text(values.get(name, ""), most=MOST_SAID) for name in ("message", "hint"))
+    return Trouble(kind, message, hint=hint, detail=text(values.get("detail", ""), most=MOST_DETAIL))
 
 
 @dataclass(frozen=True)
@@ -60,16 +61,15 @@ def to_line(event: str, *, id: str = "", **values) -> str:
 def from_line(line: str) -> Event | None:
     """The event in `line`, or None for a line that is not one (a torn last line, a stray print)."""
     try:
-        values = json.loads(line)
+        values = parse_json(line)
     except ValueError:
         return None
     if not isinstance(values, dict) or not isinstance(values.get("event"), str):
         return None
-    stamp = values.pop("time", 0.0)
     return Event(
         event=values.pop("event"),
-        id=str(values.pop("id", "")),
-        time=float(stamp) if isinstance(stamp, int | float) else 0.0,
+        id=text(values.pop("id", "")),
+        time=finite(values.pop("time", 0.0), low=0, high=LAST_TIME) or 0.0,
         values=values,
     )
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from backend.host import processes, runs
+from backend.host import processes, run, runs
 from backend.host.engine import Engine
 from backend.schema.knobs import from_flags, from_values
 from backend.schema.messages import Trouble, to_line
@@ -62,6 +62,20 @@ def small(tmp_path, data):
         lambda steps: runs.start(folder, places=data, argv=[sys.executable, str(script), str(folder), str(steps)]),
     )
     runs.kill(folder, grace_seconds=0)
+
+
+@pytest.fixture
+def started(tmp_path):
+    """`processes.start`; what a test leaves is ended."""
+    all_started = []
+
+    def start(argv, **more):
+        all_started.append(processes.start(argv, log=tmp_path / "started.txt", **more))
+        return all_started[-1]
+
+    yield start
+    for process in all_started:
+        processes.end_tree(process, grace_seconds=0)
 
 
 @pytest.fixture
@@ -240,12 +254,13 @@ def test_status_of_a_dead_process(folder, events, stopping, expected):
         assert run.sentence == "The disk is full. Free some."
 
 
-def test_status_of_a_live_process(folder):
-    (folder / "process.json").write_text(processes.to_text(processes.this_process()))
+def test_status_of_a_live_process(folder, started):
+    process = started([sys.executable, "-c", "import time; time.sleep(60)"], mark=run.mark(folder))
+    (folder / "process.json").write_text(processes.to_text(process))
     assert status(folder) == "starting"
     write(folder, ("phase", {"name": "caching", "done": 3, "total": 12}))
-    run = runs.read(folder)
-    assert (run.status, run.phase.name, run.phase.done, run.phase.total) == ("running", "caching", 3, 12)
+    now = runs.read(folder)
+    assert (now.status, now.phase.name, now.phase.done, now.phase.total) == ("running", "caching", 3, 12)
     runs.stop(folder)
     assert status(folder) == "stopping"
     write(folder, ("finished", {"step": 1, "reason": "stopped"}))
@@ -332,8 +347,8 @@ def test_ending_everything_asks_first_and_spares_the_command_line(small, data, t
     (by_hand / "process.json").write_text(processes.to_text(process))
     start(10_000)
     wait_for(lambda: runs.read(folder).step > 2)
-    ended = runs.stop_all(data, grace_seconds=1)
-    assert set(ended) == {folder, deaf}
+    ended, left = runs.stop_all(data, grace_seconds=1)
+    assert set(ended) == {folder, deaf} and not left
     assert (status(folder), status(deaf)) == ("stopped", "stopped")
     assert '"finished"' in (folder / "events.jsonl").read_text()  # it was let to end by itself
     assert processes.alive(process)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import gradio as gr
 import pytest
 
 from backend.families import FAMILIES
-from backend.host import processes
+from backend.host import processes, run
 from backend.host.engine import Engine
 from backend.schema.messages import to_line
 from backend.schema.vram import Card
@@ -18,16 +20,19 @@ CHOICE = {"run": "", "card": ""}
 
 
 @pytest.fixture
-def live_run(data):
-    """A folder in which this very process computes a run of the starter."""
+def live_run(data, tmp_path):
+    """A folder in which a process computes a run of the starter."""
     folder = data.runs / "2026-11-30_15-04-05_cat"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"model": "loft/starter", "max_pixels": 16384}')
-    (folder / "process.json").write_text(processes.to_text(processes.this_process()))
+    argv = [sys.executable, "-c", "import time; time.sleep(60)"]
+    process = processes.start(argv, log=tmp_path / "log.txt", mark=run.mark(folder))
+    (folder / "process.json").write_text(processes.to_text(process))
     (folder / "events.jsonl").write_text(
         to_line("memory", ram_bytes=2**30, libraries_bytes=2**29) + to_line("memory", ram_bytes=2**30)
     )
-    return folder
+    yield folder
+    processes.end_tree(process, grace_seconds=0)
 
 
 def head_of(data, *, with_libraries: bool) -> str:
