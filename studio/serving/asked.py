@@ -78,7 +78,7 @@ def asked(scope: dict, *, proxies: Sequence[ipaddress._BaseNetwork] = (), root_p
 
 
 def plain_scope(scope: dict, question: Asked) -> dict:
-    """The scope for what stands behind: what a trusted proxy said is in it, no forwarded header and no secret is."""
+    """The scope for what stands behind: with what a trusted proxy said, without its path, forwarded headers and secrets."""
     port = "" if question.port == DEFAULT_PORTS[question.scheme] else f":{question.port}"
     host = f"[{question.host}]" if ":" in question.host else question.host
     headers = [
@@ -87,7 +87,13 @@ def plain_scope(scope: dict, question: Asked) -> dict:
         if name not in (*FORWARDED, *SECRET, b"host") and not name.startswith(FORWARDED_START)
     ]
     headers.append((b"host", f"{host}{port}".encode("ascii")))
-    return {**scope, "scheme": question.scheme, "client": (question.address, 0), "headers": headers}
+    return {
+        **scope,
+        "path": question.path,
+        "scheme": question.scheme,
+        "client": (question.address, 0),
+        "headers": headers,
+    }
 
 
 def path_of(path: str, root_path: str) -> str:

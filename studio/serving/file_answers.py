@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src 'self' data:; media-src 'self'; frame-ancestors 'none'; sandbox"
+ROUTE = "/gradio_api/file"
 PICTURES = {  # Pillow's name of a format: media type, endings
     "PNG": ("image/png", (".png",)),
     "JPEG": ("image/jpeg", (".jpg", ".jpeg")),

@@ -11,7 +11,7 @@ import json
 import logging
 from urllib.parse import quote, urlencode
 
-from studio.serving import page_policy, sign_in
+from studio.serving import file_answers, page_policy, sign_in
 from studio.serving.answers import answer, with_headers
 from studio.serving.asked import Asked, asked, plain_scope, query_of
 from studio.serving.hosts import Hosts, from_elsewhere
@@ -20,7 +20,7 @@ from studio.serving.throttle import Throttle
 
 LOGIN, LOGOUT = "/login", "/logout"
 MOST_FORM_BYTES = 16 * 1024
-SLOWEST_ANSWER_SECONDS = 3.0
+SLOWEST_ANSWER_SECONDS = 1.5
 NO_REFERRER = (b"referrer-policy", b"no-referrer")
 # Forms send no usable Origin under "no-referrer"; no other origin learns anything under this either.
 SAME_ORIGIN_REFERRER = (b"referrer-policy", b"same-origin")
@@ -103,7 +103,8 @@ class Guard:
 
     async def _login(self, question: Asked, receive, send) -> None:
         if question.method != "POST":
-            return await self._go(send, question, f"{self.root}/")
+            known = self.keys.lets_in(question)
+            return await (self._go(send, question, f"{self.root}/") if known else self._ask(question, send))
         data = await _body(receive)
         if data is None:
             return await answer(
@@ -138,17 +139,17 @@ class Guard:
             return True
         wrong = self.throttle.wrong(question.address)
         log.warning("A wrong %s came from %s (%d in a row).", what, question.address, wrong)
-        await asyncio.sleep(min(0.2 * 2 ** min(wrong - 1, 10), SLOWEST_ANSWER_SECONDS))
+        await asyncio.sleep(min(0.1 * 2 ** min(wrong - 1, 10), SLOWEST_ANSWER_SECONDS))
         await self._ask(question, send, wrong="That is not it." if what == "token" else "Name or password is wrong.")
         return False
 
     async def _logout(self, question: Asked, send) -> None:
         """By a form or a script of this page alone: a link or a picture of another site cannot do it."""
         headers = [NO_REFERRER, (b"allow", b"POST")]
-        if question.method != "POST":
-            return await answer(send, question.method, 405, "Send a POST.", kind="text/plain", headers=headers)
         if not self.keys.lets_in(question):
             return await self._ask(question, send)
+        if question.method != "POST":
+            return await answer(send, question.method, 405, "Send a POST.", kind="text/plain", headers=headers)
         self.keys.forget(question)
         await self._go(send, question, f"{self.root}/", "")
 
@@ -175,6 +176,7 @@ class Guard:
     def _with_headers(self, question: Asked, send):
         if question.path == "/":
             return page_policy.of_page(send)
+        policy = file_answers.POLICY if question.path.startswith(file_answers.ROUTE) else page_policy.OTHER
 
         async def send_with_headers(message):
             if message["type"] == "http.response.start":
@@ -182,7 +184,7 @@ class Guard:
                 names = {name.lower() for name, _ in found}
                 added = [NO_REFERRER]
                 if b"content-security-policy" not in names:
-                    added.append((b"content-security-policy", page_policy.OTHER.encode()))
+                    added.append((b"content-security-policy", policy.encode()))
                 message = {**message, "headers": with_headers(found, added)}
             await send(message)
 

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable
 import gradio as gr
 import uvicorn
 from fastapi import FastAPI
+from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from backend.schema.messages import Trouble
@@ -31,9 +32,9 @@ from studio.studio import Studio
 MOST_SESSIONS = 24
 CLEAN_EVERY_SECONDS = 3600
 START_SECONDS = 60
-FILES = "/gradio_api/file"
-# What Gradio serves beside the page and Loft has no use for, or answers itself: logins, files, uploads, requests to other hosts.
+# What Gradio serves beside the page and Loft has no use for: its own logins and files, requests to other hosts, tools for developers.
 NOT_SERVED = (
+    "/openapi.json",
     "/login",
     "/logout",
     "/monitoring",
@@ -42,7 +43,6 @@ NOT_SERVED = (
     "/gradio_api/deep_link",
     "/gradio_api/proxy=",
     "/gradio_api/file",
-    "/gradio_api/upload",
     "/gradio_api/custom_component",
     "/gradio_api/process_recording",
     "/gradio_api/dev",
@@ -50,7 +50,6 @@ NOT_SERVED = (
     "/gradio_api/run-history",
     "/gradio_api/mcp",
 )
-STILL_SERVED = ("/gradio_api/upload_progress",)
 
 
 def application(studio: Studio, page: gr.Blocks, *, keys: Keys, hosts: Hosts) -> Guard:
@@ -60,7 +59,9 @@ def application(studio: Studio, page: gr.Blocks, *, keys: Keys, hosts: Hosts) ->
     for function in page.fns.values():
         # Else each is described, with paths of this machine, to whoever opens the page.
         function.api_visibility = "private"
-    outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=_lifespan(studio))
+    outer = FastAPI(
+        docs_url=None, redoc_url=None, openapi_url=None, lifespan=_lifespan(studio), routes=_own_routes(studio, page)
+    )
     gr.mount_gradio_app(
         outer,
         page,
@@ -79,25 +80,28 @@ def application(studio: Studio, page: gr.Blocks, *, keys: Keys, hosts: Hosts) ->
         pwa=False,
         app_kwargs={"docs_url": None, "redoc_url": None, "openapi_url": None},
     )
-    inner = outer.routes[-1].app
-    _replace_routes(studio, page, inner)
     return Guard(outer, keys=keys, hosts=hosts, root_path=studio.root_path)
 
 
-def _replace_routes(studio: Studio, page: gr.Blocks, inner: FastAPI) -> None:
+def _own_routes(studio: Studio, page: gr.Blocks) -> list[Route]:
+    """The answers that come before Gradio's."""
     uploads = studio.places.cache / "uploads"
-    inner.router.routes[:] = [route for route in inner.router.routes if not _is_replaced(getattr(route, "path", ""))]
     files = file_answer(lambda: (*studio.served, uploads))
-    inner.router.routes[:0] = [
-        Route(f"{FILES}={{path:path}}", files, methods=["GET"]),
-        Route(f"{FILES}/{{path:path}}", files, methods=["GET"]),
-        Route("/gradio_api/upload", upload_answer(page, uploads, studio.preferences), methods=["POST"]),
-        Route("/gradio_api/upload/", upload_answer(page, uploads, studio.preferences), methods=["POST"]),
+    take = upload_answer(page, uploads, studio.preferences)
+    return [
+        Route("/gradio_api/file={path:path}", files, methods=["GET"]),
+        Route("/gradio_api/file/{path:path}", files, methods=["GET"]),
+        Route("/gradio_api/upload", take, methods=["POST"]),
+        Route("/gradio_api/upload/", take, methods=["POST"]),
+        *(Route(f"{start}{{rest:path}}", NotServed()) for start in NOT_SERVED),
     ]
 
 
-def _is_replaced(path: str) -> bool:
-    return path.startswith(NOT_SERVED) and not path.startswith(STILL_SERVED)
+class NotServed:
+    """An ASGI application for what is not there, by whatever method it is asked."""
+
+    async def __call__(self, scope, receive, send):
+        await PlainTextResponse("Not found.", status_code=404)(scope, receive, send)
 
 
 def _lifespan(studio: Studio) -> Callable:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 FREE_TRIES = 5  # wrong ones of an address before it has to wait
-FIRST_WAIT_SECONDS = 2.0
+FIRST_WAIT_SECONDS = 5.0
 LONGEST_WAIT_SECONDS = 300.0
 FORGET_SECONDS = 3600.0  # after so long without a wrong try an address starts anew
 ALL_TRIES = 40  # of all addresses together, at once ...

@@ -176,4 +176,4 @@ def clean(folder: Path, *, older_than_seconds: float = KEPT_SECONDS) -> int:
 
 
 def _size(count: int) -> str:
-    return f"{count / GIB:g} GiB" if count >= GIB else f"{count / MIB:g} MiB"
+    return f"{count / GIB:.4g} GiB" if count >= GIB else f"{count / MIB:.3g} MiB"

@@ -1,0 +1,29 @@
+"""A studio for the tests of who may ask for what, and a Chromium for which every name is this machine's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.browser.conftest import Site
+
+
+@pytest.fixture(scope="session")
+def locked(tmp_path_factory) -> Iterator[Site]:
+    """A studio as it is started by default: with a token."""
+    made = Site(tmp_path_factory.mktemp("locked"), "--fake")
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def anywhere(chromium: str) -> Iterator:
+    """A Chromium that finds this machine under every name, as after a DNS rebinding."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        flags = ["--no-sandbox", "--disable-background-networking", "--host-resolver-rules=MAP * 127.0.0.1"]
+        found = playwright.chromium.launch(executable_path=chromium, args=flags)
+        yield found
+        found.close()
