@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 from backend.training.dataset import Item
@@ -43,3 +44,31 @@ def largest(item: Item, size: tuple[int, int]) -> tuple[float, float]:
 
 def _most_zoom(item: Item, size: tuple[int, int], zoom: float) -> float:
     return max(1.0, min(zoom, largest(item, size)[1] / size[0]))
+
+
+LEAST_KEPT = 0.6  # of a picture's area: what loses more to the cut is said
+MOST_ENLARGED = 1.25  # times: what is enlarged more is said
+MOST_NAMED = 3
+
+
+def losses(items: Sequence[Item], sizes: Sequence[tuple[int, int]], *, snapped: bool) -> list[str]:
+    """Sentences about pictures of which much is cut away, or which are enlarged, at the sizes (height, width) that they train at.
+
+    `snapped`: the sizes are of a few proportions, for a batch holds pictures of one size.
+    """
+    said = []
+    for item, size in zip(items, sizes, strict=True):
+        if not item.width or not item.height:
+            continue
+        width, height = largest(item, size)
+        kept, enlarged = width * height / (item.width * item.height), size[0] / height
+        if kept < LEAST_KEPT or enlarged > MOST_ENLARGED:
+            parts = [f"keeps {kept:.0%} of itself"] if kept < LEAST_KEPT else []
+            parts += [f"is enlarged {enlarged:.1f} times"] if enlarged > MOST_ENLARGED else []
+            said.append(
+                f"{item.path.name} ({item.width} x {item.height}) {' and '.join(parts)} at {size[1]} x {size[0]} pixels."
+            )
+    if len(said) > MOST_NAMED:
+        said = [*said[:MOST_NAMED], f"{len(said) - MOST_NAMED} more pictures likewise."]
+    alone = " --batch_size 1 trains each at its own proportions." if snapped else ""
+    return [*said, f"Leave such pictures out, or cut them.{alone}"] if said else []

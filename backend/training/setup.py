@@ -21,6 +21,7 @@ from backend.training.beside import Beside
 from backend.training.cache import key_of
 from backend.training.conditions import add_samples, fill_told, is_editing, processor_of, told_to_draw
 from backend.training.dataset import Dataset
+from backend.training.crops import losses
 from backend.training.early import asks_edits, read_data
 from backend.training.extras import check_flags, check_steps
 from backend.training.frozen import Kept, keeping
@@ -255,7 +256,11 @@ def make_source(
     for note in data.notes:
         reporter.note(note)
     check_steps((item.steps for item in data.items), config.training.batch_size)
-    return prepare_source(data, load.base, config, load, wishes, folder=into, processor=load.processor_digest)
+    source = prepare_source(data, load.base, config, load, wishes, folder=into, processor=load.processor_digest)
+    fixed = config.dataset.height and config.dataset.width
+    for note in losses(source.items, source.sizes, snapped=config.training.batch_size > 1 and not fixed):
+        reporter.note(note)
+    return source
 
 
 def make_learner(config, load: Loader, source: Source) -> tuple[Learner, Adapter | None]:
