@@ -19,17 +19,25 @@ from backend.schema.messages import Trouble
 WHOLE = 2 * 2**30  # bytes of a part that is read whole
 SMALL = 2**20  # bytes of a tensor that is
 ENDS = 2**16  # numbers at either end of the others
-CODES = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}  # from which on a code without its sign is no finite number
+CODES = {
+    torch.float8_e4m3fn: 0x7F,
+    torch.float8_e5m2: 0x7C,
+}  # from which on a code without its sign is no finite number
 
 
-def check(part: PartSpec, module: torch.nn.Module) -> None:
-    """Raises Trouble("not_finite") where a parameter of `module` is stored with NaN or infinite numbers in `part`'s files."""
-    names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+def check(part: PartSpec, module: torch.nn.Module | None = None) -> None:
+    """Raises Trouble("not_finite") where a parameter of `module` (None: anything of `part`) is stored with NaN or infinite numbers.
+
+    One tensor at a time is in memory.
+    """
+    names = part.tensors if module is None else dict(module.named_parameters(remove_duplicate=False))
     stored = {name: at for name, at in part.tensors.items() if name in names and _is_plain(at)}
     maps = load.open_maps({at.file for at in stored.values()})
     whole = part.nbytes <= WHOLE
     for name, at in stored.items():
-        if not _is_finite(_looked_at(at, maps, whole=whole)):
+        finite = _is_finite(_looked_at(at, maps, whole=whole))
+        load.let_go(at, maps[at.file])
+        if not finite:
             raise Trouble(
                 "not_finite",
                 f"{name} of {part.name} in {at.file.name} holds NaN or infinite numbers.",
@@ -54,7 +62,9 @@ def _is_finite(pieces: list[torch.Tensor]) -> bool:
         if piece.dtype in CODES:
             if bool((piece.view(torch.uint8) & 0x7F >= CODES[piece.dtype]).any()):
                 return False
-        elif piece.dtype.itemsize > 1 and not math.isfinite(float(piece.sum(dtype=torch.float32))):
-            if not bool(torch.isfinite(piece).all()):
-                return False
+            continue
+        if piece.dtype.itemsize == 1 or math.isfinite(float(piece.sum(dtype=torch.float32))):
+            continue
+        if not bool(torch.isfinite(piece).all()):
+            return False
     return True

@@ -12,7 +12,20 @@ from PIL import Image
 
 from backend import families
 from backend.catalog.spec import ModelSpec
-from backend.engine import Cancelled, drawing, editing, faster, load, lora, memory, native_fp8, pictures, placed, rungs
+from backend.engine import (
+    Cancelled,
+    drawing,
+    editing,
+    faster,
+    finite,
+    load,
+    lora,
+    memory,
+    native_fp8,
+    pictures,
+    placed,
+    rungs,
+)
 from backend.engine.preview import Preview, Step, watched
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest, LoraReceipt, LoraUse
@@ -87,9 +100,11 @@ class Pipeline:
             self.configs[name] = native_fp8.stored(self.configs.get(name, VramConfig()), part)
         if placed.is_placed(self, name):
             module = load.build_meta(part)
+            finite.check(part, module)
             placed.place(self, name, module, tell)
         else:
             module = load.load_part(part, dtype=self.dtype, device=self.device, on_bytes=tell)
+            finite.check(part, module)
         try:
             if multiplies:
                 native_fp8.prepare(self.placements[name])

@@ -15,6 +15,7 @@ from backend.catalog import beside
 from backend.catalog.download import find_model, resolve
 from backend.catalog.identify import identify_files, identify_model
 from backend.catalog.spec import ModelSpec
+from backend.engine import finite
 from backend.engine.load import load_part, open_maps
 from backend.families import FAMILIES, by_name
 from backend.schema.messages import Trouble
@@ -97,6 +98,7 @@ def load_parts(
     parts = {}
     for name in names:
         check_there(base, name)
+        finite.check(base.spec.parts[name])
         if kept and name in kept:
             module = frozen.place(base.spec.parts[name], kept[name], device=device, split_bytes=split_bytes)
         elif quantised and name in quantised:

@@ -20,8 +20,8 @@ from backend.training.batches import Batch
 from backend.training.beside import Beside
 from backend.training.cache import key_of
 from backend.training.conditions import add_samples, fill_told, is_editing, processor_of, told_to_draw
-from backend.training.dataset import Dataset
 from backend.training.crops import losses
+from backend.training.dataset import Dataset
 from backend.training.early import asks_edits, read_data
 from backend.training.extras import check_flags, check_steps
 from backend.training.frozen import Kept, keeping

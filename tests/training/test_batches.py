@@ -96,3 +96,23 @@ def test_snapped_sizes_are_few():
     }
     assert len(sizes) <= 20
     assert all(tall * wide <= 2**18 for tall, wide in sizes)
+
+
+def test_pictures_that_lose_most_of_themselves_are_named():
+    from backend.training.crops import losses
+
+    def sized(name: str, width: int, height: int) -> Item:
+        return Item(path=Path(name), captions=("",), width=width, height=height)
+
+    some = [sized("tall.png", 33, 1000), sized("plain.png", 512, 512), sized("tiny.png", 10, 10)]
+
+    def sizes(snap: bool) -> list:
+        return [size_of(one, height=None, width=None, max_pixels=256 * 256, multiple=16, snap=snap) for one in some]
+
+    said = losses(some, sizes(True), snapped=True)
+    assert len(said) == 3 and said[0].startswith("tall.png (33 x 1000) keeps ") and "is enlarged" in said[0]
+    assert said[1].startswith("tiny.png (10 x 10) is enlarged") and "--batch_size 1" in said[2]
+    alone = losses(some[:2], sizes(False)[:2], snapped=False)
+    assert alone == []
+    many = losses([some[0]] * 10, [sizes(True)[0]] * 10, snapped=True)
+    assert len(many) == 5 and many[3] == "7 more pictures likewise."
