@@ -23,7 +23,13 @@ def anywhere(chromium: str) -> Iterator:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        flags = ["--no-sandbox", "--disable-background-networking", "--host-resolver-rules=MAP * 127.0.0.1"]
+        flags = [
+            "--no-sandbox",
+            "--disable-background-networking",
+            "--host-resolver-rules=MAP * 127.0.0.1",
+            # Newer browsers keep some pages away from this machine by themselves; others do not, and that is what is tried.
+            "--disable-features=LocalNetworkAccessChecks,BlockInsecurePrivateNetworkRequests,PrivateNetworkAccessSendPreflights",
+        ]
         found = playwright.chromium.launch(executable_path=chromium, args=flags)
         yield found
         found.close()
