@@ -18,7 +18,7 @@ from backend.catalog.plan import plan
 from backend.catalog.refused import check_training
 from backend.catalog.sizes import ModelSizes, sizes_of
 from backend.catalog.spec import ModelSpec
-from backend.catalog.speed import what_if
+from backend.catalog.speed import source_of, what_if
 from backend.catalog.work import work_of_defaults
 from backend.schema import knobs
 from backend.schema.messages import Trouble
@@ -80,7 +80,9 @@ def show(said: argparse.Namespace) -> None:
         print(
             f"{sizes.title} on {name}: {report.line(found)}"
             if said.cards is not None
-            else report.table(found, card, title=sizes.title, taken=_as_flags(job, found.remedy))
+            else report.table(
+                found, card, title=sizes.title, taken=_as_flags(job, found.remedy), speed=source_of(speed, card.device)
+            )
         )
 
 

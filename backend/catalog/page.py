@@ -10,11 +10,11 @@ from backend.catalog.estimate import point_of
 from backend.catalog.plan import budget_of, plan_here, work_of
 from backend.catalog.sizes import ModelSizes, sizes_of
 from backend.catalog.spec import ModelSpec
-from backend.catalog.speed import what_if
+from backend.catalog.speed import source_of, speed_of, what_if
 from backend.schema.preferences import Preferences
 from backend.schema.vram import GIB, Card, VramPlan
 
-WHAT_IF_GIB = (8, 12, 16, 24, 48, 80)
+WHAT_IF_GIB = (4, 6, 8, 10, 12, 16, 24, 32, 48, 80)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,9 @@ def estimate_for_page(
         budget_bytes=budget_of(card),
         bars=tuple(_bar(phase, card) for phase in found.phases),
         headline=_headline(found, card),
-        sentences=tuple(filter(None, (*map(_priced, found.steps), found.disk_words))),
+        sentences=tuple(
+            filter(None, (*map(_priced, found.steps), found.disk_words, _speed_words(user, card, sizes, job)))
+        ),
         last_time=_last_time(user, card, sizes, job),
         estimating=bool(sizes.estimating),
         guessed=is_guess(found, sizes, card, job, known),
@@ -91,6 +93,13 @@ def is_guess(found: VramPlan, sizes: ModelSizes, card: Card, job, known: dict | 
     if found.settings.get("use_gradient_checkpointing"):
         layout = replace(layout, checkpointed=True)
     return needed.is_guess(sizes, work, layout, point_of(sizes, work), on_cpu=card.device == "cpu")
+
+
+def _speed_words(user: Path, card: Card, sizes: ModelSizes, job) -> str:
+    """Where the seconds are from."""
+    if learnt.seconds_of(user / "measured.json", card, sizes.family, learnt.kind_of(job)):
+        return "Seconds are those that jobs of this kind took here."
+    return source_of(speed_of(card, user / "calibration.json"), card.device)
 
 
 def _bar(phase, card: Card) -> Bar:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from backend.schema.vram import GIB, Card, VramPlan
 
 
-def table(found: VramPlan, card: Card, *, title: str = "", taken: str = "") -> str:
-    """Phases as rows, then what was done and why. `taken`: the advice as flags."""
+def table(found: VramPlan, card: Card, *, title: str = "", taken: str = "", speed: str = "") -> str:
+    """Phases as rows, then what was done and why. `taken`: the advice as flags. `speed`: where the seconds are from."""
     rows = [("phase", "weights", "staging", "working", "adapter", "peak low", "peak high", "RAM", "seconds")]
     for phase in found.phases:
         rows.append(
@@ -35,7 +35,7 @@ def table(found: VramPlan, card: Card, *, title: str = "", taken: str = "") -> s
         f"{verdict} {found.advice}".strip(),
         *filter(None, [taken]),
         *(f"- {_priced(step)}" for step in found.steps),
-        *filter(None, [found.disk_words]),
+        *filter(None, [found.disk_words, speed]),
     ]
     return "\n".join([said, *lines, *end, *_for_scripts(found)])
 

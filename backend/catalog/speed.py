@@ -7,7 +7,8 @@ import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from backend.schema.vram import Card
+from backend.catalog import cards
+from backend.schema.vram import DTYPES, Card
 
 GIB = 2**30
 GB = 10**9
@@ -23,52 +24,60 @@ class Speed:
     memory_bytes: float  # inside the device
     spread: float = 1.8
     measured: bool = False
+    source: str = ""  # where the rates are from, as the end of a sentence "Seconds are ..."
 
 
-# name in the driver's spelling, without spaces -> GiB, half the maker's figure for dense 16-bit products (10^12 a second), device memory GB/s, link GB/s
-CARDS = {
-    "rtx3050": (8, 18, 224, 6),
-    "rtx3060": (12, 25, 360, 11),
-    "rtx3060ti": (8, 32, 448, 11),
-    "rtx3070": (8, 40, 448, 11),
-    "rtx3080": (10, 59, 760, 11),
-    "rtx3090": (24, 71, 936, 11),
-    "rtx4060": (8, 30, 272, 11),
-    "rtx4060ti": (16, 44, 288, 11),
-    "rtx4070": (12, 58, 504, 22),
-    "rtx4070tisuper": (16, 88, 672, 22),
-    "rtx4080": (16, 97, 717, 22),
-    "rtx4090": (24, 165, 1008, 22),
-    "rtx5070": (12, 62, 672, 44),
-    "rtx5080": (16, 112, 960, 44),
-    "rtx5090": (32, 209, 1792, 44),
-    "rtx6000ada": (48, 182, 960, 22),
-    "l4": (24, 60, 300, 22),
-    "l40s": (48, 181, 864, 22),
-    "a10": (24, 62, 600, 22),
-    "a100": (80, 156, 2039, 22),
-    "h100": (80, 495, 3350, 44),
-    "h200": (141, 495, 4800, 44),
-}
-ASSUMED = Speed(flops=30e12, link_bytes=11 * GB, disk_bytes=1.5 * GB, memory_bytes=400 * GB)
-ASSUMED_CPU = Speed(flops=0.1e12, link_bytes=1.5 * GB, disk_bytes=1.5 * GB, memory_bytes=20 * GB, spread=3.0)
+UNKNOWN = "a guess: no card called {} is known, so 30 TFLOP/s are assumed"
+ASSUMED = Speed(
+    flops=30e12, link_bytes=11 * GB, disk_bytes=1.5 * GB, memory_bytes=400 * GB,
+    source="a guess: the card's make is not said, so 30 TFLOP/s are assumed",
+)  # fmt: skip
+ASSUMED_CPU = Speed(
+    flops=0.1e12, link_bytes=1.5 * GB, disk_bytes=1.5 * GB, memory_bytes=20 * GB, spread=3.0,
+    source="a guess: this processor was not measured yet, so 0.1 TFLOP/s are assumed",
+)  # fmt: skip
 
 
 def what_if(text: str, *, ram_gib: float = 64.0, reserve_gib: float = 0.6) -> tuple[Card, Speed]:
-    """A card that is not here: "12GiB", "12", or a name such as "rtx3060". Raises ValueError for an unknown one."""
-    word = "".join(text.lower().split()).removeprefix("nvidia").removeprefix("geforce")
-    if word in CARDS:
-        gib, tera, memory, link = CARDS[word]
-        speed = Speed(tera * 1e12, link * GB, ASSUMED.disk_bytes, memory * GB)
-        return _card(text, gib, ram_gib, reserve_gib), speed
+    """A card that is not here: "12GiB", "12", a name such as "rtx3060", "a100 40gb" or "RTX 4070 Laptop"; "cpu" is a machine without one.
+
+    Raises ValueError for an unknown one, with the names that are written most alike."""
+    word = "".join(text.lower().split())
+    if word == "cpu":
+        return _without_card(ram_gib), ASSUMED_CPU
+    found = cards.card_named(text)
+    if found is not None:
+        gib = cards.gib_of(text) or found.gib[0]
+        if gib not in found.gib:
+            raise ValueError(f"The {found.name} has {' or '.join(map(str, found.gib))} GiB, not {gib} ({text!r}).")
+        card = _card(text, gib, ram_gib, reserve_gib)
+        if found.device == "mps":  # its memory is the RAM
+            card = replace(card, ram_total_bytes=card.total_bytes, ram_free_bytes=int(card.total_bytes * 0.85))
+        return replace(card, device=found.device, dtypes=found.dtypes), speed_named(found)
     number = word.removesuffix("gib").removesuffix("gb").removesuffix("g")
     try:
         gib = float(number)
     except ValueError:
-        raise ValueError(f"{text!r} is no card that is known; say 12GiB, or one of {', '.join(CARDS)}.") from None
+        close = cards.nearest(text) or ("RTX 3060", "RTX 4090", "A100")
+        raise ValueError(
+            f"{text!r} is no card that is known. Nearest are {', '.join(close)}; or say its memory, such as 12GiB."
+        ) from None
     if not 0.25 <= gib <= 4096:
         raise ValueError(f"A card of {gib:g} GiB is not likely; say something like 12GiB.")
     return _card(f"{gib:g} GiB card", gib, ram_gib, reserve_gib), ASSUMED
+
+
+def speed_named(card: cards.CardFacts) -> Speed:
+    """What is assumed of a known card: the share of its maker's figure that networks reach."""
+    flops = card.teraflops * card.share * 1e12
+    source = f"assumed from the maker's {card.teraflops:g} TFLOP/s of the {card.name}"
+    return Speed(flops, card.link_gb * GB, ASSUMED.disk_bytes, card.memory_gb * GB, source=source)
+
+
+def _without_card(ram_gib: float) -> Card:
+    total, free = int(ram_gib * GIB), int(ram_gib * GIB * 0.85)
+    return Card("cpu", "a machine without a card", total, free, reserve_bytes=min(total // 16, GIB), ram_total_bytes=total, ram_free_bytes=free,
+                dtypes=tuple(one for one in DTYPES if one != "float16"), measured=False)  # fmt: skip
 
 
 def _card(name: str, gib: float, ram_gib: float, reserve_gib: float) -> Card:
@@ -87,18 +96,28 @@ def _card(name: str, gib: float, ram_gib: float, reserve_gib: float) -> Card:
 
 def speed_of(card: Card, file: Path | None = None) -> Speed:
     """The rates measured on this device (in `file`, written by `remember`), else those assumed for its name."""
-    if file is not None and file.is_file():
+    here = card.measured or card.device.startswith("cuda")  # others are remembered without their names
+    if file is not None and here and file.is_file():
         try:
             kept = json.loads(file.read_text(encoding="utf-8")).get(device_key(card))
             if kept:
                 return Speed(**kept)
         except (ValueError, TypeError):
             pass  # a damaged calibration is no calibration
-    word = "".join(card.name.lower().split()).replace("nvidia", "").replace("geforce", "")
-    found = max((name for name in CARDS if name in word), key=len, default="")
-    if found:
-        return what_if(found)[1]
-    return ASSUMED_CPU if card.device == "cpu" else ASSUMED
+    if card.device == "cpu":
+        return ASSUMED_CPU
+    found = cards.card_named(card.name)
+    if found is not None:
+        return speed_named(found)
+    return ASSUMED if not card.measured else replace(ASSUMED, source=UNKNOWN.format(card.name or "without a name"))
+
+
+def source_of(speed: Speed, device: str) -> str:
+    """A sentence on where the seconds of an estimate are from."""
+    if speed.measured:
+        thing = "processor" if device == "cpu" else "card"
+        return f"Seconds follow from the speed that was measured of this {thing}: {speed.flops / 1e12:.3g} TFLOP/s."
+    return f"Seconds are {speed.source}." if speed.source else ""
 
 
 def in_float32(speed: Speed) -> Speed:

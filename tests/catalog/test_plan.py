@@ -356,7 +356,7 @@ def test_the_page_s_estimate(tmp_path):
         "Qwen-Image", card, GenerationRequest(width=1328, height=1328), user=tmp_path, what_if_card="rtx3060"
     )
     assert other.card.total_bytes == 12 * GIB and other.sentences
-    assert [one.total_bytes // GIB for one in what_if_cards(card)] == [8, 8, 12, 16, 24, 48, 80]
+    assert [one.total_bytes // GIB for one in what_if_cards(card)] == [8, 4, 6, 8, 10, 12, 16, 24, 32, 48, 80]
     assert plan_here(spec, card, GenerationRequest(prompt="a red apple"), None, user=tmp_path) == found.plan
 
 
