@@ -136,10 +136,12 @@ def no_panel(trouble: Trouble) -> str:
     return f'<div class="plan">{notice(f"No estimate: {trouble.message}")}</div>'
 
 
-def panel(found: PageEstimate, *, what_if: str, fit: bool = False, refused: str = "") -> str:
+def panel(
+    found: PageEstimate, *, what_if: str, fit: bool = False, refused: str = "", refused_as: str = "Not this size"
+) -> str:
     """The whole panel as HTML. `fit`: offer to change the form as the plan wants it. `refused`: a notice why the model would not do this
-    job, however well it fits."""
-    look, words = ("bad", "Not this size") if refused else VERDICTS[found.plan.verdict]
+    job, however well it fits; `refused_as`: in a word or two."""
+    look, words = ("bad", refused_as) if refused else VERDICTS[found.plan.verdict]
     seconds = _seconds_words(found.plan.seconds)
     low, high = size_words(found.plan.peak_low_bytes), size_words(found.plan.peak_high_bytes)
     need = high if low == high else f"{low} to {high}"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import gradio as gr
 
+from backend.catalog.refused import check_files, check_training
 from backend.host import card, runs
 from backend.schema.knobs import knobs_of, to_values
 from backend.schema.messages import Trouble
@@ -19,6 +20,7 @@ from studio.form import Form
 from studio.session import read_config, settled, training_file, with_known
 from studio.studio import Studio, live
 from studio.use_graph import Use, graph, watched
+from studio.words import trouble_notice
 
 ESSENTIAL = ("name", "trigger_word", "lora_rank", "learning_rate", "num_epochs", "max_steps", "sample_prompts")
 RUN_BUTTONS = {
@@ -302,8 +304,24 @@ def plan_of(studio: Studio, config: TrainingConfig, what_if: str) -> str:
         found = plan_panel.estimate(studio, config.model.model, config, what_if=what_if)
     except Trouble as trouble:
         return plan_panel.no_panel(trouble)
-    now = to_values(config)
+    now, refused = to_values(config), ""
+    try:
+        check_run(studio, config)
+    except Trouble as trouble:
+        refused = trouble_notice(trouble)
     helps = found.plan.remedy
     settings = found.plan.settings | (helps.settings if helps is not None else {})
     fit = any(now.get(name) != value for name, value in settings.items())
-    return plan_panel.panel(found, what_if=what_if, fit=fit)
+    return plan_panel.panel(found, what_if=what_if, fit=fit, refused=refused, refused_as="Not so")
+
+
+def check_run(studio: Studio, config: TrainingConfig) -> None:
+    """Raises Trouble for what the trainer would refuse of `config`, as far as its model is known here."""
+    check_files(config.lora)
+    try:
+        sizes, spec, _ = plan_panel.sizes_of_model(studio, config.model.model)
+    except Trouble:
+        return  # nothing is known of the model (yet): the run itself tells
+    family = next((one for one in studio.families if sizes.family == one.NAME), None)
+    if family is not None:
+        check_training(config, sizes, family, spec=spec)

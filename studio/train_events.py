@@ -16,7 +16,7 @@ from studio import captions, fitted, form, plan_panel, presets, run_view
 from studio.asking import QUIET, ask, edited, unchanged
 from studio.session import training_file, with_known, write_config
 from studio.studio import Studio
-from studio.train import Train, command_of, drawn_editor, plan_of, remembered, set_values
+from studio.train import Train, check_run, command_of, drawn_editor, plan_of, remembered, set_values
 from studio.words import faults_style, notice, trouble_notice
 
 # On a narrow window the run lies below the form.
@@ -162,6 +162,7 @@ def _wire_start(studio: Studio, tab: Train, ui: gr.BrowserState, redraw: Callabl
             if not config.dataset.dataset_base_path.strip():
                 raise Trouble("no_dataset", "No pictures are chosen.", hint="Choose a set or write a folder's path.")
             captions.pictures_in(Path(config.dataset.dataset_base_path))
+            check_run(studio, config)
             running = runs.live_runs(studio.places)
             if running:
                 name = run_view.title_of(running[0])

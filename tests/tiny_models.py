@@ -22,12 +22,14 @@ SCHEDULE = {
 }
 
 
-def make_qwen_image(folder: Path, *, num_layers: int = 2, seed: int = 0, max_shard_size: str = "5GB") -> Path:
+def make_qwen_image(
+    folder: Path, *, num_layers: int = 2, seed: int = 0, max_shard_size: str = "5GB", num_heads: int = 3
+) -> Path:
     """A Qwen-Image of some 0.5 million parameters, with the starter's tokenizer and the schedule of the large model."""
     import torch
 
     torch.manual_seed(seed)
-    for name, module in _qwen_parts(num_layers).items():
+    for name, module in _qwen_parts(num_layers, num_heads).items():
         for parameter in module.parameters():  # away from zeros and ones, so that every weight matters
             parameter.data.add_(torch.randn_like(parameter) * 0.05)
         keywords = {"max_shard_size": max_shard_size} if name != "text_encoder" else {}
@@ -67,7 +69,7 @@ def make_qwen_edit(folder: Path, variant: str = "edit", *, seed: int = 0) -> Pat
     return folder
 
 
-def _qwen_parts(num_layers: int) -> dict:
+def _qwen_parts(num_layers: int, num_heads: int) -> dict:
     from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -86,7 +88,7 @@ def _qwen_parts(num_layers: int) -> dict:
         "transformer": QwenImageTransformer2DModel(
             num_layers=num_layers,
             attention_head_dim=16,
-            num_attention_heads=3,
+            num_attention_heads=num_heads,
             joint_attention_dim=48,
             axes_dims_rope=(4, 6, 6),
         ),

@@ -150,7 +150,7 @@ def _job(said: argparse.Namespace, size: tuple[int, ...], sizes: ModelSizes):
     config = knobs.from_flags(TrainingConfig, said.train)
     if config.memory.vram:
         raise ValueError("--vram makes a run take this plan; here the card is named by --card, before --train.")
-    check_training(config, sizes)
+    check_training(config, sizes, importlib.import_module("backend.families").by_name(sizes.family), here=False)
     return config
 
 

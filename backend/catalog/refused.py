@@ -1,141 +1,322 @@
-"""What a trainer would refuse of a config, said by the plan before anything is loaded: parts and modules that are not there, and ways to keep a
-part that exclude one another. From sizes alone; no torch."""
+"""What a run with certain settings would be refused for, from the headers of its model: the one rule book of the plan, the form and the
+trainer, which asks it before any weight is loaded and anything is encoded. No torch."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
 
-from backend.catalog.rounded import METHODS, NO_GRADIENT
-from backend.catalog.sizes import ModelSizes
-from backend.catalog.text import listed
-from backend.catalog.work import STATE_BYTES, is_named, is_pattern, lora_targets, unmatched
-from backend.schema.knobs import to_values
+from backend.catalog.adapter import is_adapter
+from backend.catalog.entries import all_meant, parts_meant, rounding_of
+from backend.catalog.header import read_header
+from backend.catalog.optimizing import check_named, part_rates, part_schedules
+from backend.catalog.rounded import METHODS, NO_GRADIENT, package_of
+from backend.catalog.sizes import EMBEDDING, ModelSizes, PartSizes
+from backend.catalog.spec import ModelSpec, PartSpec
+from backend.catalog.targets import check_oft, pattern_of, target_modules
+from backend.catalog.text import ends_with, listed
 from backend.schema.messages import Trouble
 
 TRAINABLE = ("dit", "text_encoder")
+Layers = Mapping[str, tuple[int, int]]  # linear layer -> (rows, columns)
 
 
-def check_training(config, sizes: ModelSizes) -> None:
-    """Raises Trouble for what a run of `config` with this model would end with at once."""
-    values = to_values(config)
-    trained = listed(values.get("trainable_models"))
-    base = values.get("lora_base_model") or ("" if trained else "dit")
-    for flag, names in (("trainable_models", trained), ("lora_base_model", (base,) if base else ())):
+def check_training(
+    config,
+    sizes: ModelSizes,
+    family: ModuleType,
+    *,
+    spec: ModelSpec | None = None,
+    known: tuple[str, ...] = (),
+    here: bool = True,
+) -> None:
+    """Raises Trouble for what a run of `config` (a `TrainingConfig`) with this model would end with.
+
+    `spec`: the model as found, for the names of all its layers and its files; without it they follow from `sizes`. `known`: entries of
+    the command line, for hints. `here`: it is to run on this machine, with the packages that are installed.
+    """
+    trained = trained_parts(config)
+    part = lora_part(config)
+    first_stage = config.training.task.endswith(":data_process")  # it trains nothing, and need not have what will
+    there = sizes.parts
+    if not first_stage:
+        _check_parts(trained, part, there, title=sizes.title)
+    if part in trained:
+        raise Trouble("bad_value", f"The part {part} cannot both train whole and get a LoRA.", hint="Choose one.")
+    layers = {name: layers_of(sizes.parts[name], spec and spec.parts.get(name)) for name in there}
+    if part in there:
+        _check_adapter(config.lora, layers[part], family, part)
+    _check_presets(config.lora, there)
+    files = {name: size.files for name, size in sizes.parts.items()}
+    _check_kept(config, files, layers, trained, part or "", known=known, first_stage=first_stage)
+    check_named(config.training, here=here)
+    if here:
+        for _, method, _ in rounding_of(config.model.quant_options):
+            _check_package(method)
+    trains = (*trained, *([part] if part else []))
+    part_rates(config.training.learning_rates, config.training.learning_rate, trains)
+    part_schedules(config.training.lr_schedulers, config.training.lr_scheduler, trains)
+    _check_fp16(config)
+    _check_strengths(config)
+
+
+def trained_parts(config) -> tuple[str, ...]:
+    """Parts whose own weights train."""
+    return tuple(dict.fromkeys(listed(config.training.trainable_models)))
+
+
+def lora_part(config) -> str | None:
+    """The part that gets an adapter: the one named, or dit where nothing is named at all."""
+    return config.lora.lora_base_model or (None if trained_parts(config) else "dit")
+
+
+def layers_of(sizes: PartSizes, part: PartSpec | None = None) -> dict[str, tuple[int, int]]:
+    """The linear layers of a part by their names: from its own headers, or, of one that is not here, block by block as it is published."""
+    if part is not None:
+        return {
+            name.removesuffix(".weight"): tuple(at.shape)
+            for name, at in part.tensors.items()
+            if len(at.shape) == 2 and name.endswith(".weight") and not EMBEDDING.search(name)
+        }
+    found = dict(sizes.outside)
+    for name, (rows, columns, _) in sizes.linears.items():
+        home = next(home for home in sizes.depths if name.startswith(f"{home}."))
+        for number in range(sizes.depths[home]):
+            found[f"{home}.{number}.{name.removeprefix(f'{home}.')}"] = (rows, columns)
+    return found
+
+
+def check_files(lora) -> None:
+    """Raises Trouble for a LoRA to begin from or to merge that is not there or is no LoRA, by its header alone."""
+    for name in ("lora_checkpoint", "preset_lora_path"):
+        text = getattr(lora, name)
+        if not text:
+            continue
+        path = Path(text)
+        if not path.is_file():
+            raise Trouble("missing_file", f"There is no LoRA file {text} (--{name}).")
+        if path.suffix.lower() == ".safetensors" and not is_adapter(read_header(path).tensors):
+            raise Trouble(
+                "not_recognised",
+                f"{path.name} is no LoRA (--{name}).",
+                hint="Name the file of a LoRA or one of its kin.",
+            )
+        if path.suffix.lower() != ".safetensors" and name == "lora_checkpoint":
+            raise Trouble(
+                "not_supported",
+                f"{path.name} is no safetensors file, and a run begins from no other (--{name}).",
+                hint="Convert it: python -m backend.engine.lora_tools, or the page's tools.",
+            )
+
+
+def _check_parts(trained: tuple[str, ...], part: str | None, there: Mapping[str, PartSizes], *, title: str) -> None:
+    for flag, names in (("trainable_models", trained), ("lora_base_model", (part,) if part else ())):
         for name in names:
-            if name not in TRAINABLE or name not in sizes.parts:
-                there = " or ".join(part for part in TRAINABLE if part in sizes.parts)
-                raise Trouble(
-                    "bad_value", f"The part {name!r} (--{flag}) cannot be trained here.", hint=f"Use {there}."
-                )
-    if base in trained:
-        raise Trouble("bad_value", f"The part {base} cannot both train whole and get a LoRA.", hint="Choose one.")
-    if base:
-        _check_targets(sizes.parts[base], base, values["lora_target_modules"].strip())
-    _check_kept(values, sizes, trained, base)
-    optimizer = values["customized_optimizer"].strip()
-    if optimizer.lower() not in STATE_BYTES and "." not in optimizer:
+            if name not in TRAINABLE:
+                can = " or ".join(one for one in TRAINABLE if one in there)
+                raise Trouble("bad_value", f"The part {name!r} cannot be trained here (--{flag}).", hint=f"Use {can}.")
+            if name not in there:
+                raise Trouble("missing_part", f"{title} has no {name} among the files given.")
+
+
+def _check_adapter(lora, layers: Layers, family: ModuleType, part: str) -> None:
+    modules = target_modules(tuple(layers), lora.lora_target_modules, family.LORA, part=part)
+    pattern_of(lora.lora_rank_pattern, "lora_rank_pattern", modules)
+    pattern_of(lora.lora_alpha_pattern, "lora_alpha_pattern", modules)
+    if lora.lora_algorithm == "oft":
+        check_oft(lora, {name: layers[name][1] for name in modules})
+
+
+def _check_presets(lora, there: Mapping[str, PartSizes]) -> None:
+    into = lora.preset_lora_model
+    if into and not lora.preset_lora_path:
         raise Trouble(
             "bad_value",
-            f"There is no optimizer {optimizer!r} (--customized_optimizer).",
-            hint=f"There are {', '.join(STATE_BYTES)}, or a class by its dotted name.",
+            "--preset_lora_model says where a preset LoRA goes, but none is named.",
+            hint="Set --preset_lora_path, or leave it out.",
+        )
+    if lora.preset_lora_path and into and into not in TRAINABLE:
+        can = " or ".join(one for one in TRAINABLE if one in there)
+        raise Trouble(
+            "bad_value", f"The preset LoRA cannot go into {into!r} (--preset_lora_model).", hint=f"Use {can}."
         )
 
 
-def _check_targets(part, name: str, wanted: str) -> None:
-    missing = unmatched(part, wanted)
-    if missing is None:
-        return
-    if is_pattern(wanted):
-        try:
-            re.compile(wanted)
-        except re.error as error:
-            words = f"{wanted!r} is no regular expression: {error} (--lora_target_modules)."
-            raise Trouble("bad_value", words, hint="Correct it, or name ends of modules' names.") from None
-    kinds = sorted({one.partition(".")[2] if one in part.linears else one for one in lora_targets(part, "all-linear")})
-    raise Trouble(
-        "bad_value",
-        f"No module of {name} is called {missing!r} (--lora_target_modules).",
-        hint=f"There are {', '.join(kinds[:24])}.",
-    )
-
-
-def _check_kept(values: dict, sizes: ModelSizes, trained: tuple[str, ...], base: str) -> None:
+def _check_kept(
+    config,
+    files: dict,
+    layers: dict[str, Layers],
+    trained: tuple[str, ...],
+    part: str,
+    *,
+    known: tuple[str, ...],
+    first_stage: bool,
+) -> None:
     """How parts are stored and moved."""
-    kept: dict[str, set[str]] = {}
-    for flag in ("fp8_models", "offload_models"):
-        for entry in listed(values.get(flag)):
-            for name in _parts_of(entry, flag, sizes):
-                kept.setdefault(name, set()).add(flag)
-    for entry in filter(str.strip, (values.get("quant_options") or "").split(";")):
-        model, _, how = entry.strip().rpartition(":")
-        method = how.partition("/")[0].strip()
-        if not model:
-            raise Trouble(
-                "bad_value",
-                f"{entry.strip()!r} in --quant_options is not `model:method`.",
-                hint="For example dit:int8.",
-            )
-        if method not in METHODS:
-            raise Trouble(
-                "bad_value",
-                f"There is no quantisation method {method!r} (--quant_options).",
-                hint=f"There are {', '.join(METHODS)}.",
-            )
-        for name in _parts_of(model, "quant_options", sizes):
-            kept.setdefault(name, set()).add("quant_options")
-            if method in NO_GRADIENT and name in ("dit", base):
+    model, memory = config.model, config.memory
+    eight = all_meant(model.fp8_models, "fp8_models", files, known=known)
+    away = all_meant(model.offload_models, "offload_models", files, known=known)
+    rounded: dict[str, str] = {}
+    asked = rounding_of(model.quant_options)
+    if model.quant_options and not asked:
+        raise Trouble(
+            "bad_value",
+            f"--quant_options is {model.quant_options!r}, which names no part.",
+            hint="For example dit:int8, or leave it out.",
+        )
+    for entry, method, excluded in asked:
+        _check_method(method)
+        for name in sorted(parts_meant(entry, "quant_options", files, known=known)):
+            if name in rounded:
                 raise Trouble(
                     "bad_value",
-                    f"The quantisation {method} of {name} (--quant_options) passes no gradients, so no LoRA could learn there.",
-                    hint=f"Use one of {', '.join(one for one in METHODS if one not in NO_GRADIENT)}.",
+                    f"--quant_options names the part {name} twice ({rounded[name]} and {method}).",
+                    hint="Say one.",
                 )
-    if values.get("enable_model_cpu_offload"):
-        for name in sizes.parts.keys() - set(trained):
-            kept.setdefault(name, set()).add("enable_model_cpu_offload")
-    for name, flags in sorted(kept.items()):
-        _check_part(name, flags, trained, dora=values["lora_algorithm"] == "dora" and name == base)
-    away = {name for name, flags in kept.items() if flags & {"offload_models", "enable_model_cpu_offload"}}
-    for flag, needs, is_there in (
-        ("resident_blocks", "how many fetched blocks of the transformer stay", "dit" in away),
-        ("cpu_offload_split_threshold", "in which pieces weights are fetched", bool(away)),
-    ):
-        if values.get(flag) and not is_there:
-            raise Trouble(
-                "bad_value",
-                f"--{flag} says {needs}, but none are offloaded.",
-                hint="Set --enable_model_cpu_offload or --offload_models.",
+            rounded[name] = method
+            _check_rounded(
+                name, method, excluded, layers[name], trained, flowing=not first_stage and name in ("dit", part)
             )
-
-
-def _check_part(name: str, flags: set[str], trained: tuple[str, ...], *, dora: bool) -> None:
-    shown = " and ".join(f"--{flag}" for flag in sorted(flags))
-    if name in trained and flags:
+    for name in sorted(eight & set(trained)):
         raise Trouble(
             "bad_value",
-            f"The part {name} cannot be stored or moved otherwise ({shown}) while its own weights train.",
+            f"The part {name} cannot be kept in FP8 (--fp8_models) while its own weights train: the steps of an optimizer are too small "
+            "for 8 bits.",
+            hint="Train a LoRA on it, or leave it out of --fp8_models.",
+        )
+    for name in sorted(away & set(trained)):
+        raise Trouble(
+            "bad_value",
+            f"The part {name} cannot be offloaded (--offload_models) while its own weights train.",
             hint="Leave it out there.",
         )
-    if "quant_options" in flags and len(flags) > 1:
+    if memory.enable_model_cpu_offload:
+        away |= files.keys() - set(trained)
+    for name in sorted((eight | away) & rounded.keys()):
+        flag = "fp8_models" if name in eight else "enable_model_cpu_offload or --offload_models"
         raise Trouble(
             "bad_value",
-            f"The part {name} is quantised, and such weights are neither moved nor stored in FP8 ({shown}).",
+            f"The part {name} is quantised (--quant_options), and such weights are neither moved nor stored in FP8 (--{flag}).",
             hint="Name it in one of them only; --offload_models names single parts.",
         )
-    if dora:
+    _check_fetched(memory, away)
+    if config.lora.lora_algorithm == "dora" and part in eight | away | rounded.keys():
         raise Trouble(
             "bad_value",
-            f"DoRA needs the weights of {name} in full, not in FP8, quantised or offloaded ({shown}).",
+            f"DoRA needs the weights of {part} in full, not in FP8, quantised or offloaded.",
             hint="Use lora.",
         )
 
 
-def _parts_of(entry: str, flag: str, sizes: ModelSizes) -> list[str]:
-    """The parts that an entry means. A file that is not the usual one may be any part: what it is, is known when it is read."""
-    found = [name for name in sizes.parts if is_named(name, entry)]
-    if not found and not re.search(r"[/\\:.\[]", entry):
+def _check_method(name: str) -> None:
+    if name not in METHODS:
         raise Trouble(
             "bad_value",
-            f"--{flag} names {entry!r}, which is no part of this model.",
-            hint=f"It can be {', '.join(sizes.parts)}.",
+            f"There is no quantisation method {name!r} (--quant_options).",
+            hint=f"There are {', '.join(METHODS)}.",
+        )
+
+
+def _check_package(name: str) -> None:
+    package = package_of(name)
+    if package and importlib.util.find_spec(package) is None:
+        raise Trouble(
+            "missing_package",
+            f"The quantisation {name} (--quant_options) needs the package {package}, which is not installed.",
+            hint=f"pip install {package}; or use int8, which needs none.",
+        )
+
+
+def _check_rounded(
+    name: str, method: str, excluded: tuple[str, ...], layers: Layers, trained: tuple[str, ...], *, flowing: bool
+) -> None:
+    if name in trained:
+        raise Trouble(
+            "bad_value",
+            f"The part {name} cannot be quantised (--quant_options) while its own weights train.",
+            hint="Train a LoRA on it, or leave it out of --quant_options.",
+        )
+    if flowing and method in NO_GRADIENT:
+        raise Trouble(
+            "bad_value",
+            f"The quantisation {method} of {name} (--quant_options) passes no gradients, so no LoRA could learn there.",
+            hint=f"Use one of {', '.join(one for one in METHODS if one not in NO_GRADIENT)}.",
+        )
+    for end in excluded:
+        if not any(ends_with(layer, end) for layer in layers):
+            raise Trouble(
+                "bad_value",
+                f"--quant_options leaves out {end!r}, but {name} has no linear layer of that name.",
+                hint=f"There are {', '.join(_kinds(layers))}." if layers else "Leave the part out.",
+            )
+    if all(any(ends_with(layer, end) for end in excluded) for layer in layers):
+        raise Trouble(
+            "bad_value", f"The part {name} has no linear layer to quantise (--quant_options).", hint="Leave it out."
+        )
+
+
+def _kinds(layers: Layers) -> list[str]:
+    return sorted({re.sub(r"^(.*\.)?\d+\.", "", name, count=1) for name in layers})[:24]
+
+
+def _check_fetched(memory, away: set[str]) -> None:
+    """Raises Trouble for what is said of fetched weights where there are none."""
+    said = [
+        (
+            "cpu_offload_split_threshold",
+            "says in which pieces weights are fetched",
+            memory.cpu_offload_split_threshold is not None and not away,
+        ),
+        (
+            "resident_blocks",
+            "says how many of the transformer's fetched blocks stay",
+            bool(memory.resident_blocks) and "dit" not in away,
+        ),
+    ]
+    for name, words, wrong in said:
+        if wrong:
+            raise Trouble(
+                "bad_value",
+                f"--{name} {words}, but none are offloaded.",
+                hint="Set --enable_model_cpu_offload or --offload_models, or leave it out.",
+            )
+
+
+def _check_fp16(config) -> None:
+    beside = config.memory.enable_optimizer_cpu_offload
+    if config.training.mixed_precision == "fp16" and (
+        beside or config.training.customized_optimizer.strip().lower() == "muon"
+    ):
+        what = "An optimizer on the CPU" if beside else "Muon"
+        raise Trouble("bad_value", f"{what} does not train in fp16.", hint="Use --mixed_precision bf16.")
+
+
+def strengths_of(section) -> list[float]:
+    """The strengths of the LoRA at which samples are drawn. Raises Trouble for what is no number."""
+    try:
+        found = [float(word) for word in section.sample_strengths.split(",") if word.strip()]
+    except ValueError:
+        found = []
+    if not found:
+        raise Trouble(
+            "bad_value",
+            f"Sample strengths (--sample_strengths) are {section.sample_strengths!r}, not numbers.",
+            hint="For example 0.5,1.",
         )
     return found
+
+
+def _check_strengths(config) -> None:
+    """Raises Trouble for strengths that what trains cannot be drawn at: only what is added to the weights can be added in part."""
+    strengths = strengths_of(config.samples)
+    kind = config.lora.lora_algorithm if lora_part(config) else "weights"
+    drawn = bool(config.samples.sample_prompts.strip())
+    if drawn and kind in ("weights", "dora", "oft") and any(strength != 1.0 for strength in strengths):
+        raise Trouble(
+            "bad_value",
+            f"Samples at other strengths than 1 (--sample_strengths) need a LoRA; what trains here is {kind}.",
+            hint="Leave --sample_strengths at 1.",
+        )

@@ -43,6 +43,12 @@ KEPT_IN_FULL = (
 NO_GRADIENT = ("torchao_int4_w4a16", "torchao_int8_w8a8", "torchao_fp8_w8a8")
 
 
+def package_of(method: str) -> str:
+    """The package that carries out a method; "" for Loft's own."""
+    first = method.partition("_")[0]
+    return first if first in ("bitsandbytes", "torchao") else ""
+
+
 def is_rounded(storage: str) -> bool:
     """Whether `storage` is a method's, and no dtype."""
     return storage.partition("/")[0] in METHODS

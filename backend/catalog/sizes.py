@@ -55,6 +55,7 @@ class PartSizes:
     outside: dict[str, tuple[int, int]] = field(default_factory=dict)  # linear layers around the blocks -> (out, in)
     in_file: tuple[int, ...] = ()  # bytes of each block on disk
     file_dtype: str = "bfloat16"  # what most of the file is in
+    files: tuple[Path, ...] = ()
 
     @lru_cache(maxsize=4096)  # noqa: B019 (parts are few and live as long as their models are listed)
     def bytes(self, storage: str, computing: str) -> int:
@@ -344,6 +345,7 @@ def _read_part(part: PartSpec, folder: Path | None) -> PartSizes:
         outside,
         tuple(counts[key][2] for key in order),
         part.storage,
+        part.files,
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from backend.catalog import edited, words
 from backend.catalog.arrangement import FP8, TRAINING_RUNGS, Layout, PartLayout, Update, Work
+from backend.catalog.entries import Files, means
 from backend.catalog.method import method_of_values, numbers_of
 from backend.catalog.rounded import is_rounded
 from backend.catalog.sizes import ModelSizes, PartSizes, published
@@ -150,7 +151,8 @@ def _own_layout(values: dict, sizes: ModelSizes) -> Layout:
     offloads = bool(values.get("use_gradient_checkpointing_offload"))
     optimizer = values["customized_optimizer"].strip().lower().rpartition(".")[2]
     state = STATE_BYTES.get(optimizer, 8.0)
-    kept = {name: _kept(values, name) for name in sizes.parts}
+    files = {name: part.files for name, part in sizes.parts.items()}
+    kept = {name: _kept(values, name, files) for name in files}
     return Layout(
         parts={name: part for name, part in kept.items() if part != PartLayout(storage="", on_card=-1)},
         checkpointed=offloads or bool(values["use_gradient_checkpointing"]),
@@ -161,34 +163,32 @@ def _own_layout(values: dict, sizes: ModelSizes) -> Layout:
     )
 
 
-def _kept(values: dict, name: str) -> PartLayout:
+def _kept(values: dict, name: str, files: Files) -> PartLayout:
     """How the config says that the part is kept: no storage and -1 blocks where it says nothing of that."""
     trained = [one.strip() for one in (values.get("trainable_models") or "").split(",")]
-    away = (bool(values.get("enable_model_cpu_offload")) and name not in trained) or is_named(
-        name, values.get("offload_models")
+    away = (bool(values.get("enable_model_cpu_offload")) and name not in trained) or _is_named(
+        name, values.get("offload_models"), files
     )
     stays = values.get("resident_blocks") if name == "dit" else 0
     return PartLayout(
         "streamed" if away else "resident",
-        FP8 if is_named(name, values.get("fp8_models")) else _rounding(values, name),
+        FP8 if _is_named(name, values.get("fp8_models"), files) else _rounding(values, name, files),
         "disk" if away and values.get("offload_device") == "disk" else "ram",
         -1 if stays is None or not away else stays,
     )
 
 
-def _rounding(values: dict, name: str) -> str:
+def _is_named(name: str, entries: str | None, files: Files) -> bool:
+    return any(name in means(entry, files) for entry in listed(entries))
+
+
+def _rounding(values: dict, name: str, files: Files) -> str:
     """METHOD[/LAYERS] of `--quant_options` for the part; "" where there is none that is known."""
     for entry in (values.get("quant_options") or "").split(";"):
         model, _, how = entry.strip().rpartition(":")
-        if is_named(name, model) and is_rounded(how):
+        if model and is_rounded(how) and name in means(model, files):
             return how
     return ""
-
-
-def is_named(name: str, entries: str | None) -> bool:
-    """Whether a list of parts, by name or by file, has the part `name` in it."""
-    words = "dit|transformer|unet" if name == "dit" else re.escape(name)
-    return any(re.search(rf"(^|[/:])({words})([/.]|$)", entry.strip()) for entry in (entries or "").split(","))
 
 
 def lora_size(part: PartSizes, wanted: str, rank: int, *, algorithm: str = "lora") -> tuple[str, int]:

@@ -113,6 +113,10 @@ class Adapters:
         self._drop_changes()
         return receipt
 
+    def check(self, source: FileOrTensors, *, part: str | None = None) -> None:
+        """Raises Trouble for what `add` would refuse; nothing is changed, and the modules may be without weights (on the meta device)."""
+        read_lora(open_source(source), self.modules, self.family, self.families, weight_of=self._base_of, first=part)
+
     def set_strength(self, which: LoraReceipt | str, strength: float) -> LoraReceipt:
         """The same LoRA at another strength; its file is not read again if it is hot. Answers the new receipt."""
         check_strength(strength)

@@ -288,7 +288,7 @@ def _process_data(config: TrainingConfig, accelerator, reporter, index: Path, da
     from backend.training.setup import make_loader, make_source
 
     output = Path(config.output.output_path)
-    load = make_loader(config, accelerator)
+    load = make_loader(config, accelerator, reporter.folder)
     source = make_source(config, load, accelerator, reporter, index=index, known=data, into=output)
     if accelerator.is_main_process:
         stored.write(output, source, load.base)

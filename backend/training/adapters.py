@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -14,12 +13,12 @@ import torch
 
 from backend.catalog.header import read_layout
 from backend.catalog.peft_config import METADATA, config_beside, turning_of
-from backend.catalog.text import ends_with, listed
+from backend.catalog.targets import check_oft, pattern_of, target_modules
+from backend.catalog.text import ends_with
 from backend.engine import light
 from backend.engine.adapter_config import TURNING, peft_config
 from backend.schema.messages import Trouble
 
-_REGEX = re.compile(r"[\\^$*+?()\[\]{}|]")
 ADAPTER = "default"  # peft's name for it inside the module
 
 
@@ -38,51 +37,18 @@ class Adapter:
         return max(self.ranks.values())
 
 
-def target_modules(module: torch.nn.Module, wanted: str, family: ModuleType, *, part: str) -> tuple[str, ...]:
-    """Names of the linear layers that `wanted` means: see `lora_target_modules`. Raises Trouble for what matches nothing."""
-    linear = [name for name, child in module.named_modules() if isinstance(child, torch.nn.Linear)]
-    wanted = wanted.strip()
-    if wanted == "all-linear" or (not wanted and part != family.LORA.part):
-        return tuple(linear)
-    if not wanted:
-        ends = family.LORA.modules
-    elif wanted in family.LORA.presets:
-        ends = family.LORA.presets[wanted]
-    elif _REGEX.search(wanted):
-        try:
-            found = tuple(name for name in linear if re.fullmatch(wanted, name))
-        except re.error as error:
-            words = f"{wanted!r} is no regular expression: {error} (--lora_target_modules)."
-            raise Trouble("bad_value", words, hint="Correct it, or name ends of modules' names.") from None
-        return found or _nothing(wanted, linear, part)
-    else:
-        ends = listed(wanted)
-    for end in ends:
-        if not any(ends_with(name, end) for name in linear):
-            _nothing(end, linear, part)
-    return tuple(name for name in linear if any(ends_with(name, end) for end in ends))
-
-
-def _nothing(wanted: str, linear: list[str], part: str):
-    kinds = sorted({re.sub(r"^(.*\.)?\d+\.", "", name, count=1) for name in linear})
-    raise Trouble(
-        "bad_value",
-        f"No module of {part} is called {wanted!r} (--lora_target_modules).",
-        hint=f"There are {', '.join(kinds[:24])}.",
-    )
-
-
 def add_adapter(module: torch.nn.Module, section, family: ModuleType, *, part: str) -> Adapter:
     """Puts the adapter into `module` in place: its weights are float32 and train, all others do not."""
     peft = light.import_module("peft")
     from backend.engine import lean
 
-    modules = target_modules(module, section.lora_target_modules, family, part=part)
-    ranks = _pattern(section.lora_rank_pattern, "lora_rank_pattern", modules)
-    alphas = _pattern(section.lora_alpha_pattern, "lora_alpha_pattern", modules)
+    linear = [name for name, child in module.named_modules() if isinstance(child, torch.nn.Linear)]
+    modules = target_modules(linear, section.lora_target_modules, family.LORA, part=part)
+    ranks = pattern_of(section.lora_rank_pattern, "lora_rank_pattern", modules)
+    alphas = pattern_of(section.lora_alpha_pattern, "lora_alpha_pattern", modules)
     alpha = section.lora_alpha if section.lora_alpha is not None else float(section.lora_rank)
     if section.lora_algorithm == "oft":
-        _check_oft(module, modules, section)
+        check_oft(section, {name: module.get_submodule(name).in_features for name in modules})
     module.requires_grad_(False)
     peft.inject_adapter_in_model(_peft_config(section, modules, alpha, ranks, alphas), module, adapter_name=ADAPTER)
     for name, weight in module.named_parameters():
@@ -106,41 +72,6 @@ def _keep_zero_rows(module: torch.nn.Module) -> None:
 def _norm_to_divide_by(norm_of, /, **what) -> torch.Tensor:
     norm = norm_of(**what)
     return torch.where(norm > 0, norm, 1.0)
-
-
-def _check_oft(module: torch.nn.Module, modules: tuple[str, ...], section) -> None:
-    """OFT turns blocks of `lora_rank` inputs. Raises Trouble where they do not divide a layer's, and for what it has not."""
-    if section.lora_alpha is not None or section.lora_rank_pattern or section.lora_alpha_pattern:
-        raise Trouble(
-            "bad_value",
-            "OFT turns inputs by blocks of one size (--lora_rank); it has no alpha and no patterns.",
-            hint="Leave --lora_alpha, --lora_rank_pattern and --lora_alpha_pattern out, or use lora.",
-        )
-    for name in modules:
-        inputs = module.get_submodule(name).in_features
-        if section.lora_rank < 2 or inputs % section.lora_rank:
-            raise Trouble(
-                "bad_value",
-                f"OFT turns blocks of {section.lora_rank} inputs (--lora_rank), but {name} has {inputs}.",
-                hint=f"Use a number that divides it, such as {math.gcd(inputs, 96)}.",
-            )
-
-
-def _pattern(text: str | None, name: str, modules: tuple[str, ...]) -> dict[str, float]:
-    if not text:
-        return {}
-    try:
-        pattern = json.loads(text)
-        pattern = {str(end): float(value) for end, value in pattern.items()}
-    except (ValueError, TypeError, AttributeError):
-        raise Trouble("bad_value", f"--{name} is {text!r}, not a JSON object of names and numbers.") from None
-    for end in pattern:
-        if not any(ends_with(module, end) for module in modules):
-            raise Trouble("bad_value", f"--{name} names {end!r}, which gets no LoRA.")
-        if (name == "lora_rank_pattern" and (pattern[end] < 1 or pattern[end] % 1)) or not 0 <= pattern[end] < math.inf:
-            kind = "a whole number above 0" if name == "lora_rank_pattern" else "0 or more"
-            raise Trouble("bad_value", f"--{name} says {pattern[end]:g} for {end}; it has to be {kind}.")
-    return pattern
 
 
 def _matching(pattern: dict[str, float], name: str, otherwise: float) -> float:
@@ -197,7 +128,9 @@ def peft_metadata(adapter: Adapter, family: ModuleType) -> dict[str, str]:
     return {METADATA: json.dumps({f"{part}.{key}": value for key, value in fields.items()})}
 
 
-def load_file_adapter(adapter: Adapter, weights: dict[str, torch.nn.Parameter], path: Path) -> int:
+def load_file_adapter(
+    adapter: Adapter, weights: dict[str, torch.nn.Parameter], path: Path, *, flag: str = "lora_checkpoint"
+) -> int:
     """`load_adapter` from a file. Raises Trouble too where its rotations (OFT) are meant otherwise than this run's."""
     from safetensors.torch import load_file
 
@@ -211,10 +144,16 @@ def load_file_adapter(adapter: Adapter, weights: dict[str, torch.nn.Parameter], 
                 f"The rotations in {path.name} are meant by {how}{', projected' if theirs.projected else ''}; this run's are not.",
                 hint="Begin anew, or bake the file into the model and train on that.",
             )
-    return load_adapter(adapter, weights, load_file(path))
+    return load_adapter(adapter, weights, load_file(path), flag=flag)
 
 
-def load_adapter(adapter: Adapter, weights: dict[str, torch.nn.Parameter], stored: dict[str, torch.Tensor]) -> int:
+def load_adapter(
+    adapter: Adapter,
+    weights: dict[str, torch.nn.Parameter],
+    stored: dict[str, torch.Tensor],
+    *,
+    flag: str = "lora_checkpoint",
+) -> int:
     """Begins from a file's factors; returns how many modules it filled. Raises Trouble where nothing or the wrong size fits."""
     filled = set()
     for name, weight in weights.items():
@@ -225,7 +164,7 @@ def load_adapter(adapter: Adapter, weights: dict[str, torch.nn.Parameter], store
         if found.shape != weight.shape:
             raise Trouble(
                 "bad_value",
-                f"The LoRA to begin from has {list(found.shape)} for {key}, this run {list(weight.shape)}.",
+                f"The LoRA to begin from (--{flag}) has {list(found.shape)} for {key}, this run {list(weight.shape)}.",
                 hint="Set --lora_rank and --lora_target_modules as it was trained.",
             )
         with torch.no_grad():
@@ -234,7 +173,7 @@ def load_adapter(adapter: Adapter, weights: dict[str, torch.nn.Parameter], store
     for module in adapter.modules if filled else ():
         _check_strength(adapter, module, stored)
     if not filled:
-        raise Trouble("bad_value", "The LoRA to begin from (--lora_checkpoint) has no module that this run trains.")
+        raise Trouble("bad_value", f"The LoRA to begin from (--{flag}) has no module that this run trains.")
     return len(filled)
 
 

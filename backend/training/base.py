@@ -13,15 +13,16 @@ import torch
 
 from backend.catalog import beside
 from backend.catalog.download import find_model, resolve
+from backend.catalog.entries import listed_paths, split_id
 from backend.catalog.identify import identify_files, identify_model
 from backend.catalog.spec import ModelSpec
+from backend.catalog.text import listed
 from backend.engine import finite
 from backend.engine.load import load_part, open_maps
 from backend.families import FAMILIES, by_name
 from backend.schema.messages import Trouble
 from backend.schema.vram import VramConfig
 from backend.training import frozen
-from backend.training.frozen import listed_paths
 from backend.training.quantised import Quantised, quantise
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,17 +56,18 @@ def _entries(section) -> dict[str, list[Path]]:
     entries: dict[str, list[Path]] = {}
     for shards in listed_paths(section.model_paths):
         entries[",".join(shards)] = [file for shard in shards for file in _files(Path(shard))]
-    for entry in (section.model_id_with_origin_paths or "").split(","):
-        if not entry.strip():
-            continue
-        model, _, pattern = entry.strip().rpartition(":")
-        if not model:
+    for entry in listed(section.model_id_with_origin_paths):
+        named = split_id(entry)
+        if named is not None:
+            entries[entry] = resolve(*named)
+        elif Path(entry).exists():
+            entries[entry] = _files(Path(entry))
+        else:
             raise Trouble(
-                "bad_value",
-                f"{entry.strip()!r} in --model_id_with_origin_paths is not `id:pattern`.",
+                "missing_file" if ":" not in entry else "bad_value",
+                f"{entry!r} in --model_id_with_origin_paths is neither `id:pattern` nor a file or folder that is there.",
                 hint='For example "loft/starter:transformer/*.safetensors".',
             )
-        entries[entry.strip()] = resolve(model, pattern)
     return entries
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from backend.catalog.refused import check_files
 from backend.catalog.text import listed
 from backend.schema.messages import Trouble
 from backend.training.captions import lines_of
@@ -16,10 +17,7 @@ def look(config, *, index: Path) -> Dataset | None:
     """Raises Trouble for a dataset that cannot be read and for files that are not there. What it finds out of the pictures is kept in
     `index`. The dataset, read as the flags alone tell; None where a second stage reads none."""
     _check_resume(config.output.resume_from_checkpoint)
-    for name in ("lora_checkpoint", "preset_lora_path"):
-        file = getattr(config.lora, name)
-        if file and not Path(file).is_file():
-            raise Trouble("missing_file", f"There is no LoRA file {file} (--{name}).")
+    check_files(config.lora)
     section, task, data = config.dataset, config.training.task, None
     if task.endswith(":train"):
         folder = Path(section.dataset_base_path)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from backend.catalog.entries import all_meant
 from backend.catalog.sizes import spread
 from backend.catalog.spec import PartSpec
 from backend.engine import placement
 from backend.engine.load import build_meta
 from backend.engine.units import Unit
-from backend.schema.messages import Trouble
 from backend.schema.vram import VramConfig
 
 FP8 = "float8_e4m3fn"
@@ -31,43 +30,18 @@ class Kept:
 def keeping(
     model,
     memory,
-    entries: Mapping[str, str],
     parts: Mapping[str, PartSpec],
     *,
     trained: tuple[str, ...],
     device: torch.device,
     dtype: torch.dtype,
-    quantised: Collection[str] = (),
 ) -> dict[str, Kept]:
-    """Part -> how it is kept, for the parts that are not simply kept where they compute.
-
-    `fp8_models` and `offload_models` name parts as they were given on the command line (`entries`), or by their own names; an entry that names
-    none is an error, and so are a part whose own weights train and one that is `quantised`.
-    """
-    eight = _named(model.fp8_models, "fp8_models", entries, parts)
-    away = _named(model.offload_models, "offload_models", entries, parts)
-    for name in eight:
-        if name in trained:
-            raise Trouble(
-                "bad_value",
-                f"The part {name} cannot be kept in FP8 (--fp8_models) while its own weights train: the steps of "
-                "an optimizer are too small for 8 bits.",
-                hint="Train a LoRA on it, or leave it out of --fp8_models.",
-            )
-    for name in away & set(trained):
-        raise Trouble(
-            "bad_value", f"The part {name} cannot be offloaded (--offload_models) while its own weights train."
-        )
+    """Part -> how it is kept, for the parts that are not simply kept where they compute. What cannot be is `refused` before."""
+    files = {name: part.files for name, part in parts.items()}
+    eight = all_meant(model.fp8_models, "fp8_models", files)
+    away = all_meant(model.offload_models, "offload_models", files)
     if memory.enable_model_cpu_offload:
         away |= set(parts) - set(trained)
-    _check_fetched(memory, away)
-    for name in sorted((eight | away) & set(quantised)):
-        flag = "fp8_models" if name in eight else "enable_model_cpu_offload or --offload_models"
-        raise Trouble(
-            "bad_value",
-            f"The part {name} is quantised (--quant_options), and such weights are neither moved nor stored in FP8 (--{flag}).",
-            hint="Name it in one of them only; --offload_models names single parts.",
-        )
     return {
         name: Kept(
             _states(
@@ -81,70 +55,6 @@ def keeping(
         )
         for name in {*eight, *away}
     }
-
-
-def _check_fetched(memory, away: Collection[str]) -> None:
-    """Raises Trouble for what is said of fetched weights where there are none."""
-    said = [
-        (
-            "cpu_offload_split_threshold",
-            "says in which pieces weights are fetched",
-            memory.cpu_offload_split_threshold is not None and not away,
-        ),
-        (
-            "resident_blocks",
-            "says how many of the transformer's fetched blocks stay",
-            bool(memory.resident_blocks) and "dit" not in away,
-        ),
-    ]
-    for name, words, wrong in said:
-        if wrong:
-            raise Trouble(
-                "bad_value",
-                f"--{name} {words}, but none are offloaded.",
-                hint="Set --enable_model_cpu_offload or --offload_models, or leave it out.",
-            )
-
-
-def _named(text: str | None, setting: str, entries: Mapping[str, str], parts: Mapping[str, PartSpec]) -> set[str]:
-    wanted = (one.strip() for one in (text or "").split(","))
-    return {part for one in wanted if one for part in parts_called(one, setting, entries, parts)}
-
-
-def parts_called(wanted: str, setting: str, entries: Mapping[str, str], parts: Mapping[str, PartSpec]) -> set[str]:
-    """The parts that `wanted` means: an entry of the command line (a JSON list of shards too), a shard, or a part's own name.
-
-    Raises Trouble in the name of `setting` for one that is no part of the model.
-    """
-    joined = (
-        ",".join(shard for group in listed_paths(wanted, setting) for shard in group) if "[" in wanted[:1] else wanted
-    )
-    names = {part for part, entry in entries.items() if joined in (entry, *entry.split(","))} or ({wanted} & set(parts))
-    if not names:
-        known = [*dict.fromkeys(entry for entry in entries.values() if entry), *parts]
-        raise Trouble(
-            "bad_value",
-            f"--{setting} names {wanted!r}, which is no part of this model.",
-            hint=f"It can be {', '.join(known)}.",
-        )
-    return names
-
-
-def listed_paths(text: str | None, setting: str = "model_paths") -> list[list[str]]:
-    """`--model_paths`: a JSON list of files, or of lists of shards; one file alone may stand without brackets."""
-    if not text:
-        return []
-    try:
-        listed = json.loads(text) if text.lstrip().startswith(("[", '"')) else [text]
-        groups = [
-            [entry] if isinstance(entry, str) else list(entry)
-            for entry in ([listed] if isinstance(listed, str) else listed)
-        ]
-        if all(isinstance(shard, str) for group in groups for shard in group):
-            return groups
-    except (ValueError, TypeError):
-        pass
-    raise Trouble("bad_value", f"--{setting} holds {text!r}, which is not a JSON list of files.")
 
 
 def _states(eight: bool, away: bool, device: torch.device, dtype: torch.dtype, *, in_file: bool) -> VramConfig:

@@ -18,13 +18,14 @@ from pathlib import Path
 
 import torch
 
+from backend.catalog.rounded import package_of
 from backend.catalog.spec import PartSpec
 from backend.schema.places import places
 from backend.training.base import Base, check_there
 from backend.training.cache import key_of
 from backend.training.files import write_text
 from backend.training.frozen import Kept
-from backend.training.quantised import Quantised, package_of
+from backend.training.quantised import Quantised
 
 LIBRARIES = ("torch", "transformers", "diffusers", "tokenizers", "pillow", "numpy")
 CODE = (  # modules of which an encoding is made, beside the family's own

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+from backend.catalog.refused import lora_part, trained_parts
 from backend.schema.messages import Trouble
-from backend.training.run import lora_part, trained_parts
 
 BEFORE = (
     "loading",

@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 from collections.abc import Callable, Iterable
 
 import torch
 
+from backend.catalog.optimizing import arguments_of, check_named, class_name, lacks_package, part_rates, part_schedules
 from backend.schema.classes import class_of
 from backend.schema.messages import Trouble
-from backend.schema.training import SCHEDULES
-from backend.schema.training_method import OPTIMIZER_PACKAGES, check_optimizer_name
-
-_NAMED = {
-    "adamw": "torch.optim.AdamW",
-    "adam": "torch.optim.Adam",
-    "sgd": "torch.optim.SGD",
-    "adafactor": "torch.optim.Adafactor",
-    "lion": "backend.training.optimizers.Lion",
-    "muon": "torch.optim.Muon",
-    "adamw8bit": "bitsandbytes.optim.AdamW8bit",
-    "pagedadamw8bit": "bitsandbytes.optim.PagedAdamW8bit",
-    "prodigy": "prodigyopt.Prodigy",
-}
-
-_ON_PYPI = {"pytorch_optimizer": "pytorch-optimizer"}  # where a package is called otherwise than it is imported
+from backend.schema.training_method import OPTIMIZER_PACKAGES
 
 
 def make_optimizers(weights: dict[str, torch.nn.Parameter], section) -> list[torch.optim.Optimizer]:
@@ -34,7 +19,7 @@ def make_optimizers(weights: dict[str, torch.nn.Parameter], section) -> list[tor
 
     `weights` are `part.parameter` names. A group is called by its part and remembers its full rate as `initial_lr` and its `schedule`.
     """
-    check_optimizer_name(section)
+    check_named(section)
     name = section.customized_optimizer.strip()
     arguments = arguments_of(section.optimizer_args)
     rates = part_rates(section.learning_rates, section.learning_rate, {name.partition(".")[0] for name in weights})
@@ -49,17 +34,14 @@ def make_optimizers(weights: dict[str, torch.nn.Parameter], section) -> list[tor
     return [_make(class_name(name), weights, rates, kinds, section.weight_decay, arguments, custom=custom)]
 
 
-def check_optimizer(section) -> None:
-    """Raises Trouble for an optimizer that is none, may not be used or is not installed, and for arguments that are no JSON: before
-    anything is loaded."""
-    check_optimizer_name(section)
-    find_class(class_name(section.customized_optimizer), custom=section.allow_custom_code)
-    arguments_of(section.optimizer_args)
-
-
-def class_name(name: str) -> str:
-    """The dotted name of the class that an optimizer's short or dotted name means."""
-    return _NAMED.get(name.strip().lower(), name.strip())
+def check_optimizer(section, parts: Iterable[str]) -> None:
+    """Raises Trouble for an optimizer that is none, may not be used or does not take what it is told, before anything is loaded: it is made
+    over two small weights of each of the `parts`, a block's matrix and another."""
+    shapes = {"blocks.0.weight": (2, 2), "bias": (2,)}
+    make_optimizers(
+        {f"{part}.{name}": torch.nn.Parameter(torch.zeros(shape)) for part in parts for name, shape in shapes.items()},
+        section,
+    )
 
 
 def _is_block_matrix(name: str, weight: torch.Tensor) -> bool:
@@ -98,79 +80,17 @@ def find_class(dotted: str, *, custom: bool = False) -> type:
     """The optimizer class behind a dotted name. Raises Trouble where there is none, and for one of a package that is not listed before
     that is imported; `custom`: any package will do."""
     package, _, name = dotted.rpartition(".")
-    if not package:
-        raise Trouble(
-            "bad_value",
-            f"There is no optimizer called {dotted!r}.",
-            hint=f"Use {', '.join(_NAMED)}, or a class by its dotted name.",
-        )
     try:
         kind = class_of(package, name, packages=(package,) if custom else OPTIMIZER_PACKAGES)
     except ImportError as error:
-        top = package.partition(".")[0]
-        why = (
-            "which is not installed" if importlib.util.find_spec(top) is None else f"which cannot be imported ({error})"
-        )
-        raise Trouble(
-            "missing_package",
-            f"The optimizer {dotted} needs the package {top}, {why}.",
-            hint=f"pip install {_ON_PYPI.get(top, top)}; or choose one that needs none: {', '.join(list(_NAMED)[:6])}.",
-        ) from None
+        lacking = importlib.util.find_spec(package.partition(".")[0]) is None
+        why = "which is not installed" if lacking else f"which cannot be imported ({error})"
+        raise lacks_package(dotted, why) from None
     except AttributeError:
         raise Trouble("bad_value", f"The module {package} has no optimizer {name}.") from None
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise Trouble("bad_value", f"{dotted} is not an optimizer.")
     return kind
-
-
-def arguments_of(text: str | None) -> dict:
-    """Arguments in `--optimizer_args`. Raises Trouble for what is no JSON object."""
-    if not text:
-        return {}
-    try:
-        arguments = json.loads(text)
-    except ValueError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise Trouble("bad_value", f"Optimizer args (--optimizer_args) are {text!r}, not a JSON object.")
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()}
-
-
-def part_rates(text: str | None, general: float, parts: Iterable[str]) -> dict[str, float]:
-    """Learning rate of each part from `part=rate,part=rate` over the general one."""
-    rates = dict.fromkeys(parts, general)
-    for entry in (text or "").split(","):
-        part, equals, rate = (piece.strip() for piece in entry.partition("="))
-        if not part and not equals:
-            continue
-        if part not in rates:
-            raise Trouble(
-                "bad_value",
-                f"Learning rates (--learning_rates) names {part!r}, which does not train.",
-                hint=f"What trains: {', '.join(rates)}.",
-            )
-        try:
-            rates[part] = float(rate)
-        except ValueError:
-            raise Trouble("bad_value", f"The learning rate of {part} is {rate!r}, not a number.") from None
-    return rates
-
-
-def part_schedules(text: str | None, general: str, parts: Iterable[str]) -> dict[str, str]:
-    """Schedule of each part from `part=schedule,part=schedule` over the general one."""
-    found = dict.fromkeys(parts, general)
-    for entry in (text or "").split(","):
-        part, equals, kind = (piece.strip() for piece in entry.partition("="))
-        if not part and not equals:
-            continue
-        if part not in found or kind not in SCHEDULES:
-            raise Trouble(
-                "bad_value",
-                f"{entry.strip()!r} in --lr_schedulers is not a part that trains and its schedule.",
-                hint=f"Parts: {', '.join(found)}; schedules: {', '.join(SCHEDULES)}.",
-            )
-        found[part] = kind
-    return found
 
 
 def rate_factor(step: int, total: int, section, kind: str | None = None) -> float:

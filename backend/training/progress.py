@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 
+from backend.catalog.refused import strengths_of
 from backend.schema.messages import Trouble
 from backend.training import shards
 from backend.training.adapters import ADAPTER
@@ -45,39 +46,12 @@ def draw_samples(run: Run, step: int) -> None:
 
 def _draw_all(run: Run, step: int) -> None:
     strengths = strengths_of(run.config.samples)
-    _check_strengths(run, strengths)
     for strength in strengths:
         with at_strength(run.learner, strength):
             for number, sample in enumerate(run.source.samples):
                 said = f"{number}" if len(strengths) == 1 else f"{number}-strength-{strength:g}"
                 _draw_one(run, step, number, sample, strength, f"{said}.png")
                 run.peaks.enough()
-
-
-def strengths_of(section) -> list[float]:
-    """The strengths of the LoRA at which samples are drawn. Raises Trouble for what is no number."""
-    try:
-        found = [float(word) for word in section.sample_strengths.split(",") if word.strip()]
-    except ValueError:
-        found = []
-    if not found:
-        raise Trouble(
-            "bad_value",
-            f"Sample strengths (--sample_strengths) are {section.sample_strengths!r}, not numbers.",
-            hint="For example 0.5,1.",
-        )
-    return found
-
-
-def _check_strengths(run: Run, strengths: list[float]) -> None:
-    """Raises Trouble for strengths that what trains cannot be drawn at: only what is added to the weights can be added in part."""
-    kind = run.adapter.algorithm if run.adapter else "weights"
-    if kind in ("weights", "dora", "oft") and any(strength != 1.0 for strength in strengths):
-        raise Trouble(
-            "bad_value",
-            f"Samples at other strengths than 1 (--sample_strengths) need a LoRA; what trains here is {kind}.",
-            hint="Leave --sample_strengths at 1.",
-        )
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ so a resumed run has the same base as before; what is saved is the adapter alone
 
 from __future__ import annotations
 
-import importlib.util
 import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,21 +15,12 @@ import torch
 from torch.nn import Linear
 from torch.nn import functional as F
 
+from backend.catalog.entries import parts_meant, rounding_of
 from backend.catalog.spec import PartSpec
-from backend.catalog.text import ends_with, listed
+from backend.catalog.text import ends_with
 from backend.engine import memory, shortage
 from backend.engine.load import let_go
 from backend.schema.messages import Trouble
-from backend.training.frozen import parts_called
-
-
-@dataclass(frozen=True)
-class Method:
-    """One way to keep a linear layer: what has to be installed for it, and whether gradients pass through it."""
-
-    package: str  # "" for Loft's own
-    make: Callable[[Linear], Linear]
-    gradients: bool = True
 
 
 @dataclass(frozen=True)
@@ -41,81 +31,14 @@ class Quantised:
     excluded: tuple[str, ...] = ()
 
 
-def read_options(
-    text: str | None,
-    entries: Mapping[str, str],
-    parts: Mapping[str, PartSpec],
-    *,
-    trained: tuple[str, ...],
-    flowing: tuple[str, ...],
-) -> dict[str, Quantised]:
-    """Part -> how it is quantised, from `MODEL:METHOD[/LAYER,LAYER]`, separated by semicolons.
-
-    MODEL is an entry of the command line or a part's name, as for `--fp8_models`. Raises Trouble for a name that is none, a part in `trained`
-    (its own weights train), and a method through which no gradients pass for a part in `flowing` (they have to pass there).
-    """
-    found: dict[str, Quantised] = {}
-    for entry in (text or "").split(";"):
-        if not entry.strip():
-            continue
-        model, _, how = entry.strip().rpartition(":")
-        name, _, excluded = how.partition("/")
-        if not model:
-            raise Trouble(
-                "bad_value",
-                f"{entry.strip()!r} in --quant_options is not `model:method`.",
-                hint="For example dit:int8.",
-            )
-        method = _method(name.strip())
-        layers = listed(excluded)
-        for part in sorted(parts_called(model.strip(), "quant_options", entries, parts)):
-            _check_part(part, name.strip(), method, trained=trained, flowing=flowing)
-            found[part] = Quantised(name.strip(), layers)
-    if text and not found:
-        raise Trouble(
-            "bad_value",
-            f"--quant_options is {text!r}, which names no part.",
-            hint="For example dit:int8, or leave it out.",
-        )
-    return found
-
-
-def _method(name: str) -> Method:
-    if name not in METHODS:
-        raise Trouble(
-            "bad_value",
-            f"There is no quantisation method {name!r} (--quant_options).",
-            hint=f"There are {', '.join(METHODS)}.",
-        )
-    package = METHODS[name].package
-    if package and importlib.util.find_spec(package) is None:
-        raise Trouble(
-            "missing_package",
-            f"The quantisation {name} (--quant_options) needs the package {package}, which is not installed.",
-            hint=f"pip install {package}; or use int8, which needs none.",
-        )
-    return METHODS[name]
-
-
-def _check_part(part: str, name: str, method: Method, *, trained: tuple[str, ...], flowing: tuple[str, ...]) -> None:
-    if part in trained:
-        raise Trouble(
-            "bad_value",
-            f"The part {part} cannot be quantised (--quant_options) while its own weights train.",
-            hint="Train a LoRA on it, or leave it out of --quant_options.",
-        )
-    if part in flowing and not method.gradients:
-        able = [other for other, one in METHODS.items() if one.gradients]
-        raise Trouble(
-            "bad_value",
-            f"The quantisation {name} of {part} (--quant_options) passes no gradients, so no LoRA could learn there.",
-            hint=f"Use one of {', '.join(able)}.",
-        )
-
-
-def package_of(method: str) -> str:
-    """The package that carries out a method; "" for Loft's own."""
-    return METHODS[method].package
+def read_options(text: str | None, parts: Mapping[str, PartSpec]) -> dict[str, Quantised]:
+    """Part -> how it is quantised, from `MODEL:METHOD[/LAYER,LAYER]`, separated by semicolons. What cannot be is `refused` before."""
+    files = {name: part.files for name, part in parts.items()}
+    return {
+        name: Quantised(method, excluded)
+        for entry, method, excluded in rounding_of(text)
+        for name in parts_meant(entry, "quant_options", files)
+    }
 
 
 def quantise(
@@ -126,18 +49,13 @@ def quantise(
     `maps` are those that the module was loaded from: the pages of a layer that was rounded are let go.
     """
     layers = {name: layer for name, layer in module.named_modules() if type(layer) is Linear}
-    for end in how.excluded:
-        if not any(ends_with(name, end) for name in layers):
-            raise Trouble(
-                "bad_value", f"--quant_options leaves out {end!r}, but {part.name} has no linear layer of that name."
-            )
     chosen = [name for name in layers if not any(ends_with(name, end) for end in how.excluded)]
     if not chosen:
         raise Trouble("bad_value", f"The part {part.name} has no linear layer to quantise (--quant_options).")
     for name in chosen:
         owner, _, leaf = name.rpartition(".")
         try:
-            layer = METHODS[how.method].make(layers[name].to(device))
+            layer = METHODS[how.method](layers[name].to(device))
         except (ImportError, NotImplementedError, RuntimeError, AssertionError, ValueError) as error:
             if shortage.is_one(error, device):  # says nothing of the method: the run goes on one rung lower
                 raise
@@ -230,14 +148,14 @@ def _torchao(config: str) -> Callable[[Linear], Linear]:
     return make
 
 
-METHODS: dict[str, Method] = {
-    "int8": Method("", Int8Linear),
-    "bitsandbytes_nf4": Method("bitsandbytes", _bitsandbytes_4bit("nf4")),
-    "bitsandbytes_fp4": Method("bitsandbytes", _bitsandbytes_4bit("fp4")),
-    "bitsandbytes_int8": Method("bitsandbytes", _bitsandbytes_int8),
-    "torchao_int8_w8a16": Method("torchao", _torchao("Int8WeightOnlyConfig")),
-    "torchao_fp8_w8a16": Method("torchao", _torchao("Float8WeightOnlyConfig")),
-    "torchao_int4_w4a16": Method("torchao", _torchao("Int4WeightOnlyConfig"), gradients=False),
-    "torchao_int8_w8a8": Method("torchao", _torchao("Int8DynamicActivationInt8WeightConfig"), gradients=False),
-    "torchao_fp8_w8a8": Method("torchao", _torchao("Float8DynamicActivationFloat8WeightConfig"), gradients=False),
+METHODS: dict[str, Callable[[Linear], Linear]] = {  # bytes and packages of each: `catalog.rounded`
+    "int8": Int8Linear,
+    "bitsandbytes_nf4": _bitsandbytes_4bit("nf4"),
+    "bitsandbytes_fp4": _bitsandbytes_4bit("fp4"),
+    "bitsandbytes_int8": _bitsandbytes_int8,
+    "torchao_int8_w8a16": _torchao("Int8WeightOnlyConfig"),
+    "torchao_fp8_w8a16": _torchao("Float8WeightOnlyConfig"),
+    "torchao_int4_w4a16": _torchao("Int4WeightOnlyConfig"),
+    "torchao_int8_w8a8": _torchao("Int8DynamicActivationInt8WeightConfig"),
+    "torchao_fp8_w8a8": _torchao("Float8DynamicActivationFloat8WeightConfig"),
 }

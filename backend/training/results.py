@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from backend import __version__
+from backend.catalog.entries import listed_paths
 from backend.schema.knobs import to_values
 from backend.training import shards
 from backend.training.adapters import adapter_state, peft_metadata
 from backend.training.base import part_digest
-from backend.training.frozen import listed_paths
 from backend.training.run import Run
 from backend.training.thumbnail import thumbnail_of
 

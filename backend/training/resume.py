@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
+from backend.catalog.optimizing import arguments_of, class_name
 from backend.schema.knobs import to_values
 from backend.schema.messages import Trouble
 from backend.training import shards
 from backend.training.checkpoint import list_states, load_state, set_random_state
-from backend.training.optimizers import arguments_of, class_name
 
 _FREE = frozenset(
     {"num_epochs", "max_steps", "resume_from_checkpoint", "save_steps", "keep_checkpoints", "keep_every", "name"}
@@ -63,20 +63,9 @@ def _check_turning(run, state) -> None:
 
 @torch.no_grad()
 def _take(run, state) -> None:
+    check_state({name: tuple(values.shape) for name, values in state.weights.items()}, run.weights)
     for name, weight in run.weights.items():
-        if name not in state.weights or state.weights[name].shape != weight.shape:
-            raise Trouble(
-                "bad_value",
-                f"The saved state has no {name} of this run's size: it was made with other settings.",
-                hint="Resume with the settings it was made with, or begin anew.",
-            )
         shards.fill(weight, state.weights[name])
-    if beyond := sorted(state.weights.keys() - run.weights.keys()):
-        raise Trouble(
-            "bad_value",
-            f"The saved state has {beyond[0]}, which does not train in this run: it was made with other settings.",
-            hint="Resume with the settings it was made with, or begin anew.",
-        )
     if _same_optimizer(run, state):
         _take_optimizers(run, state)
     if run.beside:
@@ -91,6 +80,41 @@ def _take(run, state) -> None:
     rank = run.accelerator.process_index
     if rank < len(state.random):
         set_random_state(state.random[rank])
+
+
+def check_state(found: dict[str, tuple[int, ...]], weights: dict[str, torch.Tensor]) -> None:
+    """Raises Trouble where a state's weights (name -> shape) are not those that train."""
+    for name, weight in weights.items():
+        if found.get(name) != tuple(weight.shape):
+            raise Trouble(
+                "bad_value",
+                f"The saved state has no {name} of this run's size: it was made with other settings.",
+                hint="Resume with the settings it was made with, or begin anew.",
+            )
+    if beyond := sorted(found.keys() - weights.keys()):
+        raise Trouble(
+            "bad_value",
+            f"The saved state has {beyond[0]}, which does not train in this run: it was made with other settings.",
+            hint="Resume with the settings it was made with, or begin anew.",
+        )
+
+
+def check_result(
+    file: str, found: dict[str, tuple[int, ...]], weights: dict[str, torch.Tensor], *, prefix: str
+) -> dict[str, str]:
+    """Each weight that trains -> its name in a result (name -> shape) of whole parts. Raises Trouble where one is missing."""
+    named = {
+        name: next((key for key in (f"pipe.{name}".removeprefix(prefix), f"pipe.{name}", name) if key in found), "")
+        for name in weights
+    }
+    missing = [name for name, key in named.items() if found.get(key) != tuple(weights[name].shape)]
+    if missing:
+        raise Trouble(
+            "bad_value",
+            f"{file} lacks {len(missing)} of the {len(weights)} weights that train, {missing[0]} for one.",
+            hint="It belongs to another model, or trained other parts.",
+        )
+    return named
 
 
 def _same_optimizer(run, state) -> bool:
@@ -150,24 +174,14 @@ def _weights_only(run, path: Path) -> None:
     if run.adapter:
         from backend.training.adapters import load_file_adapter
 
-        load_file_adapter(run.adapter, run.weights, path)
+        load_file_adapter(run.adapter, run.weights, path, flag="resume_from_checkpoint")
         _begin_beside(run)
         return
-    stored, prefix = load_file(path), run.config.output.remove_prefix_in_ckpt
-    missing = []
+    stored = load_file(path)
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    named = check_result(path.name, shapes, run.weights, prefix=run.config.output.remove_prefix_in_ckpt)
     for name, weight in run.weights.items():
-        key = f"pipe.{name}"
-        found = stored.get(key.removeprefix(prefix), stored.get(key, stored.get(name)))
-        if found is None or found.shape != weight.shape:
-            missing.append(name)
-        else:
-            weight.copy_(found)
-    if missing:
-        raise Trouble(
-            "bad_value",
-            f"{path.name} lacks {len(missing)} of the {len(run.weights)} weights that train, {missing[0]} for one.",
-            hint="It belongs to another model, or trained other parts.",
-        )
+        weight.copy_(stored[named[name]])
     _begin_beside(run)
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from backend.catalog.text import listed
 from backend.training.adapters import Adapter
 from backend.training.base import Base
 from backend.training.beside import Beside
@@ -52,16 +51,6 @@ class Run:
     @property
     def first(self) -> bool:
         return self.accelerator.is_main_process
-
-
-def trained_parts(config) -> tuple[str, ...]:
-    """Parts whose own weights train."""
-    return listed(config.training.trainable_models)
-
-
-def lora_part(config) -> str | None:
-    """The part that gets an adapter: the one named, or dit where nothing is named at all."""
-    return config.lora.lora_base_model or (None if trained_parts(config) else "dit")
 
 
 def gather(accelerator, value) -> list:

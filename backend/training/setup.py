@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from backend.catalog.spec import PartSpec
+from backend.catalog.refused import check_training, lora_part, trained_parts
+from backend.catalog.sizes import sizes_of
 from backend.engine import placement
 from backend.engine.lora import Adapters
 from backend.schema.messages import Trouble
@@ -29,11 +30,11 @@ from backend.training.ingredients import encoder_key, folder_digest
 from backend.training.learner import Learner, named_trainable
 from backend.training.material import free_memory, prepare_source, split_off
 from backend.training.optimizers import Mean, check_optimizer, make_optimizers
-from backend.training.progress import strengths_of
 from backend.training.quantised import Quantised, read_options
 from backend.training.readers import processor_folder, tokenizer_folder
+from backend.training.rehearsal import rehearse
 from backend.training.reporter import Reporter
-from backend.training.run import Run, gather, lora_part, trained_parts
+from backend.training.run import Run, gather
 from backend.training.shares import Wishes
 from backend.training.source import Source, worded
 
@@ -51,7 +52,7 @@ class Loader:
     device: torch.device
     through_ram: bool
     tokenizer: object
-    tokenizer_digest: str
+    tokenizer_digest: str = ""
     preset: tuple[str, Path] | None = None  # a LoRA that is merged into the base, and into which part
     processor: object = None  # of a model that edits
     processor_digest: str = ""
@@ -129,7 +130,7 @@ def set_up(
 ) -> Run:
     """Reads, loads, encodes and wraps; the run is then ready for its first step."""
     reporter.phase("loading")
-    load = make_loader(config, accelerator)
+    load = make_loader(config, accelerator, folder)
     source = make_source(config, load, accelerator, reporter, index=index, known=known)
     reporter.phase("loading", 1, 2)
     learner, adapter = make_learner(config, load, source)
@@ -139,9 +140,6 @@ def set_up(
     weights = named_trainable(learner)
     beside = Beside(weights) if config.memory.enable_optimizer_cpu_offload else None
     optimizers = make_optimizers(beside.copies if beside else weights, config.training)
-    if config.training.mixed_precision == "fp16" and (len(optimizers) > 1 or beside):
-        what = "An optimizer on the CPU" if beside else "Muon"
-        raise Trouble("bad_value", f"{what} does not train in fp16.", hint="Use --mixed_precision bf16.")
     if accelerator.num_processes > 1 and not shards.asked():
         learner._ddp_params_and_buffers_to_ignore = _without_gradient(learner, source, config, accelerator)
     placing = [False] * (1 + len(optimizers))  # all are where they belong
@@ -172,37 +170,20 @@ def set_up(
     )
 
 
-def make_loader(config, accelerator) -> Loader:
-    """Finds the base and decides how its parts are kept. Raises Trouble for parts that cannot train so."""
+def make_loader(config, accelerator, folder: Path) -> Loader:
+    """Finds the base and decides how its parts are kept. Raises Trouble for whatever the run in `folder` could not be carried out with."""
     with accelerator.main_process_first():  # one downloads what is missing, the others find it
         base = find_base(config.model)
     check_flags(config, base.family, base.spec)
-    check_optimizer(config.training)
-    strengths_of(config.samples)  # told before weights are loaded
     trained, part, device = trained_parts(config), lora_part(config), accelerator.device
+    check_training(
+        config, sizes_of(base.spec), base.family, spec=base.spec, known=tuple(filter(None, base.entries.values()))
+    )
+    check_optimizer(config.training, [*trained, *([part] if part else [])])
     dtype = _dtype(config, device)
-    flowing = () if config.training.task.endswith(":data_process") else ("dit", *([part] if part else []))
-    if flowing:  # the first of two stages trains nothing, and need not have what will
-        _check_parts(base.spec.parts, (*trained, *([part] if part else [])), title=base.spec.title)
-    quantised = read_options(
-        config.model.quant_options, base.entries, base.spec.parts, trained=trained, flowing=flowing
-    )
-    kept = keeping(
-        config.model,
-        config.memory,
-        base.entries,
-        base.spec.parts,
-        trained=trained,
-        device=device,
-        dtype=dtype,
-        quantised=quantised,
-    )
-    if config.lora.lora_algorithm == "dora" and part in (*kept, *quantised):
-        raise Trouble(
-            "bad_value",
-            f"DoRA needs the weights of {part} in full, not in FP8, quantised or offloaded.",
-            hint="Use lora.",
-        )
+    rehearse(config, base, folder)
+    quantised = read_options(config.model.quant_options, base.spec.parts)
+    kept = keeping(config.model, config.memory, base.spec.parts, trained=trained, device=device, dtype=dtype)
     shards.check(config, kept=kept, quantised=quantised)
     split = config.memory.cpu_offload_split_threshold
     looks, digest, words = None, "", tokenizer_folder(config.model, base)
@@ -305,14 +286,6 @@ def _dtype(config, device: torch.device) -> torch.dtype:
     return DTYPES[config.training.mixed_precision]
 
 
-def _check_parts(parts: Mapping[str, PartSpec], names: tuple[str, ...], *, title: str) -> None:
-    for name in names:
-        if name not in ("dit", "text_encoder"):
-            raise Trouble("bad_value", f"The part {name!r} cannot be trained here.", hint="Use dit or text_encoder.")
-        if name not in parts:
-            raise Trouble("missing_part", f"{title} has no {name} among the files given.")
-
-
 def _wishes(accelerator, reporter: Reporter, load: Loader, *, trains_text: bool) -> Wishes:
     return Wishes(
         trains_text=trains_text,
@@ -331,8 +304,6 @@ def _make_trainable(learner: Learner, config, base: Base, trained: tuple[str, ..
     learner.requires_grad_(False)
     adapter = None
     if part:
-        if part in trained:
-            raise Trouble("bad_value", f"The part {part} cannot both train whole and get a LoRA.", hint="Choose one.")
         torch.manual_seed(config.training.seed)
         adapter = add_adapter(learner.parts[part], config.lora, base.family, part=part)
         if config.lora.lora_checkpoint:

@@ -419,9 +419,9 @@ REFUSED = [
     (["--train", "--lora_target_modules", ".*(("], "no regular expression"), (["--train", "--lora_target_modules", ".*nothing.*"], "No module of dit"),
     (["--train", "--quant_options", "dit"], "is not `model:method`"), (["--train", "--quant_options", "dit:nf5"], "no quantisation method 'nf5'"),
     (["--train", "--quant_options", "dit:torchao_int4_w4a16"], "passes no gradients"), (["--train", "--fp8_models", "unet2"], "names 'unet2'"),
-    (["--train", "--fp8_models", "dit", "--quant_options", "dit:int8"], "is quantised"), (["--train", "--trainable_models", "vae"], "'vae' (--trainable_models)"),
+    (["--train", "--fp8_models", "dit", "--quant_options", "dit:int8"], "is quantised"), (["--train", "--trainable_models", "vae"], "'vae' cannot be trained here (--trainable_models)"),
     (["--train", "--fp8_models", "dit", "--trainable_models", "dit"], "while its own weights train"), (["--train", "--resident_blocks", "4"], "none are offloaded"),
-    (["--train", "--lora_algorithm", "dora", "--offload_models", "dit"], "DoRA needs"), (["--train", "--customized_optimizer", "best"], "no optimizer 'best'"),
+    (["--train", "--lora_algorithm", "dora", "--offload_models", "dit"], "DoRA needs"), (["--train", "--customized_optimizer", "best"], "no optimizer called 'best'"),
 ]  # fmt: skip
 
 

@@ -139,6 +139,7 @@ def test_a_try_says_the_peaks_and_changes_nothing(run_training, events, tmp_path
         1,
         "--customized_optimizer",
         f"{__name__}.Slowing",
+        "--allow_custom_code",
     )
     assert run_training(tmp_path / "plain", *flags) == run_training(tmp_path / "tried", *flags, "--preflight") == 0
     assert torch.equal(weights(tmp_path / "plain"), weights(tmp_path / "tried"))
@@ -261,22 +262,40 @@ def test_what_cannot_be_quantised_or_split_is_refused(run_training, tmp_path: Pa
     assert words in capsys.readouterr().err
 
 
-def test_methods_say_what_they_lack(tmp_path: Path, monkeypatch):
+def test_methods_say_what_they_lack(tiny_qwen: Path, monkeypatch):
     import importlib.util
+    from dataclasses import replace
 
+    from backend.catalog.identify import identify_model
+    from backend.catalog.refused import check_training
+    from backend.catalog.sizes import sizes_of
+    from backend.families import FAMILIES, qwen_image
+    from backend.schema.knobs import from_values
     from backend.schema.messages import Trouble
+    from backend.schema.training import TrainingConfig
     from backend.training.quantised import read_options
 
-    asked = {"entries": {}, "parts": {"dit": None}, "trained": (), "flowing": ("dit",)}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    spec = identify_model(tiny_qwen, FAMILIES)
+
+    def check(options: str) -> None:
+        config = from_values(TrainingConfig, {"quant_options": options})
+        check_training(config, sizes_of(spec), qwen_image, spec=spec)
+
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else there(name))
     with pytest.raises(Trouble, match="needs the package bitsandbytes") as missing:
-        read_options("dit:bitsandbytes_nf4", **asked)
+        check("dit:bitsandbytes_nf4")
     assert "pip install bitsandbytes" in missing.value.hint
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     with pytest.raises(Trouble, match="torchao_int4_w4a16 of dit"):
-        read_options("dit:torchao_int4_w4a16", **asked)
-    shards = '["a-1.safetensors", "a-2.safetensors"]:int8/to_q,to_k'
-    found = read_options(
-        shards, {"dit": "a-1.safetensors,a-2.safetensors"}, {"dit": None}, trained=(), flowing=("dit",)
-    )
+        check("dit:torchao_int4_w4a16")
+    shards = [tiny_qwen / "transformer" / f"a-{number}.safetensors" for number in (1, 2)]
+    for shard in shards:
+        shutil.copy(spec.parts["dit"].files[0], shard)
+    tensors = list(spec.parts["dit"].tensors.items())
+    split = {name: replace(at, file=shards[place % 2]) for place, (name, at) in enumerate(tensors)}
+    parts = {"dit": replace(spec.parts["dit"], tensors=split)}
+    text = f'["{shards[0]}", "{shards[1]}"]:int8/to_q,to_k'
+    found = read_options(text, parts)
     assert (found["dit"].method, found["dit"].excluded) == ("int8", ("to_q", "to_k"))
+    for shard in shards:
+        shard.unlink()

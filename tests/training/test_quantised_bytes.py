@@ -58,13 +58,12 @@ def _inner(tensor: torch.Tensor) -> list[str]:
 @pytest.mark.parametrize("method", MEASURABLE)
 @pytest.mark.parametrize(("rows", "columns"), [(96, 160), (512, 384)])
 def test_a_rounded_layer_takes_what_is_planned(method, rows, columns):
-    package = quantised.METHODS[method].package
+    package = rounded.package_of(method)
     if package:
         pytest.importorskip(package)
     layer = torch.nn.Linear(columns, rows, bias=False).to(torch.bfloat16).requires_grad_(False)
-    assert stored(quantised.METHODS[method].make(layer)) == rounded.METHODS[method](rows, columns, 2)
+    assert stored(quantised.METHODS[method](layer)) == rounded.METHODS[method](rows, columns, 2)
 
 
 def test_the_plan_knows_every_method_of_the_trainer():
     assert rounded.METHODS.keys() == quantised.METHODS.keys()
-    assert set(rounded.NO_GRADIENT) == {name for name, method in quantised.METHODS.items() if not method.gradients}

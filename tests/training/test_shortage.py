@@ -14,7 +14,7 @@ from backend.engine import lora_source, pictures, placement, stream
 from backend.schema.messages import Trouble
 from backend.schema.vram import VramConfig
 from backend.training import cache, checkpoint, quantised, setup
-from backend.training.quantised import Method, Quantised
+from backend.training.quantised import Quantised
 from tests.engine.conftest import small, write_part  # noqa: F401
 from tests.engine.small import inputs
 
@@ -38,10 +38,10 @@ def test_a_layer_that_did_not_fit_says_nothing_of_the_method(small, monkeypatch,
     part, _ = small()
     from tests.engine.small import Small
 
-    monkeypatch.setitem(quantised.METHODS, "boom", Method("", raising(error)))
+    monkeypatch.setitem(quantised.METHODS, "boom", raising(error))
     with pytest.raises(type(error)):
         quantised.quantise(Small(2), Quantised("boom"), part=part, maps={}, device=torch.device("cpu"))
-    monkeypatch.setitem(quantised.METHODS, "boom", Method("", raising(RuntimeError("no kernel image"))))
+    monkeypatch.setitem(quantised.METHODS, "boom", raising(RuntimeError("no kernel image")))
     with pytest.raises(Trouble, match="does not work here"):
         quantised.quantise(Small(2), Quantised("boom"), part=part, maps={}, device=torch.device("cpu"))
 

@@ -143,12 +143,18 @@ def test_a_lora_file_can_be_gone_on_from(run_training, tmp_path: Path, capsys):
 
 def test_targets_are_names_expressions_all_or_a_set_of_the_family(tiny_qwen: Path):
     from backend.catalog.identify import identify_model
+    from backend.catalog.refused import layers_of
+    from backend.catalog.sizes import sizes_of
+    from backend.catalog.targets import target_modules
     from backend.engine.load import build_meta
     from backend.families import FAMILIES, qwen_image
     from backend.schema.messages import Trouble
-    from backend.training.adapters import target_modules
 
-    dit = build_meta(identify_model(tiny_qwen, FAMILIES).parts["dit"])
+    spec = identify_model(tiny_qwen, FAMILIES)
+    dit = build_meta(spec.parts["dit"])
+    linear = [name for name, module in dit.named_modules() if isinstance(module, torch.nn.Linear)]
+    assert layers_of(sizes_of(spec).parts["dit"], spec.parts["dit"]).keys() == set(linear)  # as the headers have them
+    assert layers_of(sizes_of(spec).parts["dit"]).keys() == set(linear)
     counted = {
         "to_q": 2,
         "attn.to_q,img_mlp.net.2": 4,
@@ -159,10 +165,10 @@ def test_targets_are_names_expressions_all_or_a_set_of_the_family(tiny_qwen: Pat
         "": 24,
         "all-linear": sum(isinstance(module, torch.nn.Linear) for module in dit.modules()),
     }
-    assert {wanted: len(target_modules(dit, wanted, qwen_image, part="dit")) for wanted in counted} == counted
+    assert {wanted: len(target_modules(linear, wanted, qwen_image.LORA, part="dit")) for wanted in counted} == counted
     for nothing in ("to_q,no_such", r".*no_such\d"):
         with pytest.raises(Trouble, match="No module of dit"):
-            target_modules(dit, nothing, qwen_image, part="dit")
+            target_modules(linear, nothing, qwen_image.LORA, part="dit")
 
 
 def test_ranks_and_alphas_by_module(run_training, tmp_path: Path):
