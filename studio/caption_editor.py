@@ -13,7 +13,9 @@ from PIL import Image
 
 from backend.catalog.photo import in_rgb
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import is_file
 from studio.captions import Captioned, metadata_file, samples_in
+from studio.pictures import NO_PICTURE
 from studio.words import count_words, notice, safe
 
 PAGE = 24
@@ -112,6 +114,8 @@ def _image(path: Path) -> str:
 
 def thumb_data(path: Path) -> str:
     """A small picture as a data address; a grey square where the file is no picture."""
+    if not is_file(path):
+        return GREY
     try:
         with Image.open(path) as picture:
             picture.draft("RGB", (THUMB_PIXELS * 2, THUMB_PIXELS * 2))
@@ -120,5 +124,5 @@ def thumb_data(path: Path) -> str:
         buffer = io.BytesIO()
         small.save(buffer, "WEBP", quality=80)
         return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+    except NO_PICTURE:
         return GREY

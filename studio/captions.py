@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import csv
 import io
-import json
+import os
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from backend.catalog.text import decode_text, read_text
+from backend.catalog.text import decode_text
 from backend.host.files import write_text
 from backend.schema.messages import Trouble
 from backend.schema.places import ASSETS, Places
+from backend.schema.untrusted import exists, is_file, is_folder, known_file, name_of, read_bytes, read_object_or_empty
+from backend.schema.values import is_printable, parse_json, printable, text
 from studio.words import count_words
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif")
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.json")
 EARLIER = "captions-before"  # a dated folder for each save
 UNDONE = ".undone"
+MOST_FILES, MOST_SECONDS = 200_000, 5.0  # of a folder that is looked through for pictures
+MOST_TABLE_BYTES, MOST_CAPTION_BYTES = 64 * 2**20, 2**20
 HINTS = ("name", "trigger_word", "sample_prompts")
 
 
@@ -33,7 +38,8 @@ def own(places: Places) -> list[Path]:
 
 def _folders(parent: Path) -> list[Path]:
     try:
-        return sorted(f for f in parent.iterdir() if f.is_dir() and not f.name.startswith("."))
+        folders = (f for f in parent.iterdir() if not f.name.startswith(".") and is_printable(f.name))
+        return sorted(f for f in folders if is_folder(f))
     except OSError:
         return []
 
@@ -45,17 +51,33 @@ def choices(places: Places) -> list[tuple[str, str]]:
 
 def pictures_in(folder: Path) -> list[Path]:
     """The pictures under `folder`, as the trainer finds them. Raises Trouble where there is no folder or no picture."""
-    if not str(folder).strip() or not folder.is_dir():
-        raise Trouble("missing_file", f"The dataset folder {folder} does not exist.", hint="Check the path.")
-    found = sorted(
-        path
-        for path in folder.rglob("*")
-        if path.suffix.lower() in PICTURES and not path.name.endswith(".mask.png") and not _hidden(path, folder)
-    )
+    if not str(folder).strip() or not is_folder(folder):
+        raise Trouble("missing_file", f"The dataset folder {printable(folder)} does not exist.", hint="Check the path.")
+    found = sorted(_pictures_below(folder))
     if not found:
         kinds = ", ".join(PICTURES[:4])
         raise Trouble("empty_dataset", f"There are no pictures in {folder}.", hint=f"Put {kinds} files there.")
     return found
+
+
+def _pictures_below(folder: Path) -> Iterator[Path]:
+    """Raises Trouble for a folder with more in it than a dataset has: the root of a disk takes minutes, and its files come and go."""
+    seen, end = 0, time.monotonic() + MOST_SECONDS
+    for parent, folders, files in os.walk(folder):
+        here = Path(parent)
+        folders[:] = [name for name in folders if is_printable(name) and not _hidden(here / name, folder)]
+        seen += len(files) + len(folders)
+        if seen > MOST_FILES or time.monotonic() > end:
+            raise Trouble(
+                "bad_value",
+                f"There is more in {folder} than a dataset has: {seen} files and folders, and more.",
+                hint="Choose the folder with the pictures.",
+            )
+        for name in files:
+            path = here / name
+            wanted = path.suffix.lower() in PICTURES and not name.endswith(".mask.png") and is_printable(name)
+            if wanted and not _hidden(path, folder) and is_file(path):
+                yield path
 
 
 def _hidden(path: Path, folder: Path) -> bool:
@@ -64,7 +86,7 @@ def _hidden(path: Path, folder: Path) -> bool:
 
 def metadata_file(folder: Path) -> Path | None:
     """The metadata file that lies in a dataset's folder, if one does: its captions are then the ones that count."""
-    return next((folder / name for name in METADATA if (folder / name).is_file()), None)
+    return next((folder / name for name in METADATA if is_file(folder / name)), None)
 
 
 @dataclass(frozen=True)
@@ -78,15 +100,22 @@ class Captioned:
 
 def table_rows(table: Path) -> list[Captioned]:
     """The samples of a metadata file, files sought beside it. Lines that are not as they should be are left out."""
-    text = decode_text(table.read_bytes())[0].lstrip("\ufeff")
+    said = printable(decode_text(read_bytes(table, most=MOST_TABLE_BYTES))[0].lstrip("\ufeff"))
     if table.suffix == ".csv":
-        rows = list(csv.DictReader(io.StringIO(text)))
+        rows = _csv_rows(said)
     elif table.suffix == ".jsonl":
-        rows = [_json_or_none(line) for line in text.splitlines()]
+        rows = [_json_or_none(line) for line in said.splitlines()]
     else:
-        rows = _json_or_none(text)
+        rows = _json_or_none(said)
     rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
     return [row for row in (_captioned(row, table.parent) for row in rows) if row is not None]
+
+
+def _csv_rows(said: str) -> list[dict]:
+    try:
+        return list(csv.DictReader(io.StringIO(said)))
+    except csv.Error:  # a field of more than 128 KiB
+        return []
 
 
 def _captioned(row: dict, folder: Path) -> Captioned | None:
@@ -96,7 +125,8 @@ def _captioned(row: dict, folder: Path) -> Captioned | None:
     prompt, edits = row.get("prompt") or "", row.get("edit_image") or []
     edits = [edits] if isinstance(edits, str) else edits if isinstance(edits, list) else []
     words = " | ".join(map(str, prompt)) if isinstance(prompt, list) else str(prompt)
-    return Captioned(folder / picture, words, tuple(folder / str(path) for path in edits))
+    found, *edited = (known_file(str(path), (folder,)) or folder / name_of(path) for path in (picture, *edits))
+    return Captioned(found, words, tuple(edited))
 
 
 def samples_in(folder: Path) -> list[Captioned]:
@@ -117,27 +147,28 @@ def samples_in(folder: Path) -> list[Captioned]:
     return rows
 
 
-def _json_or_none(text: str):
+def _json_or_none(said: str):
     try:
-        return json.loads(text)
+        return parse_json(said)
     except ValueError:
         return None
 
 
 def hints(folder: Path) -> dict:
     """Settings that a set suggests in a file `loft.json` beside its pictures: trigger word, sample prompts, a name."""
-    try:
-        found = json.loads((folder / "loft.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return {name: value for name, value in found.items() if name in HINTS} if isinstance(found, dict) else {}
+    found = read_object_or_empty(folder / "loft.json")
+    told = {name: text(found[name], most=20_000) for name in HINTS if text(found.get(name))}
+    return {
+        name: value for name, value in told.items() if not value.strip().lower().endswith(".txt")
+    }  # no file of lines
 
 
 def read_caption(path: Path) -> str:
     """The caption in a text file of any encoding; empty where there is none."""
     try:
-        return read_text(path)[0]
-    except OSError:
+        said, _ = decode_text(read_bytes(path, most=MOST_CAPTION_BYTES))
+        return printable(said.lstrip("\ufeff").strip())
+    except (Trouble, OSError, ValueError):
         return ""
 
 
@@ -147,8 +178,9 @@ def save(folder: Path, edits: dict[str, str], places: Places) -> tuple[Path, str
     A set that comes with Loft is copied to the user's datasets first. Texts that were there move to a dated folder beside.
     """
     known = {path.relative_to(folder).as_posix(): path for path in pictures_in(folder)}
-    wanted = {known[name]: text.strip() for name, text in edits.items() if name in known}
-    wanted = {path: text for path, text in wanted.items() if read_caption(path.with_suffix(".txt")) != text}
+    edits = edits if isinstance(edits, dict) else {}
+    wanted = {known[name]: text(said, most=MOST_CAPTION_BYTES).strip() for name, said in edits.items() if name in known}
+    wanted = {path: said for path, said in wanted.items() if read_caption(path.with_suffix(".txt")) != said}
     if not wanted:
         return folder, "No caption was changed."
     target = folder
@@ -157,7 +189,7 @@ def save(folder: Path, edits: dict[str, str], places: Places) -> tuple[Path, str
         shutil.copytree(folder, target)
     before = _free_name(target / EARLIER, time.strftime("%Y-%m-%d_%H-%M-%S"))
     kept = 0
-    for path, text in wanted.items():
+    for path, said in wanted.items():
         beside = (target / path.relative_to(folder)).with_suffix(".txt")
         earlier = before / beside.relative_to(target)
         earlier.parent.mkdir(parents=True, exist_ok=True)
@@ -166,7 +198,7 @@ def save(folder: Path, edits: dict[str, str], places: Places) -> tuple[Path, str
             kept += 1
         else:
             earlier.touch()  # no caption was there
-        write_text(beside, text + "\n")
+        write_text(beside, said + "\n")
     words = f"{count_words(len(wanted), 'caption')} saved"
     words += f" in your own copy, {target}" if target != folder else ""
     return target, words + (f". What they said before is in {before}." if kept else ".")
@@ -184,8 +216,8 @@ def undo(folder: Path) -> tuple[list[str], str]:
     if not saves:
         return [], "There is no save of captions to take back here."
     texts = {path.relative_to(saves[-1]) for path in saves[-1].rglob("*.txt") if not path.name.startswith(".")}
-    for text in texts:
-        _swap(folder / text, saves[-1] / text)
+    for said in texts:
+        _swap(folder / said, saves[-1] / said)
     saves[-1].rename(_free_name(there, saves[-1].name + UNDONE))
     names = [path.relative_to(folder) for path in pictures_in(folder)]
     return [
@@ -208,7 +240,7 @@ def _swap(one: Path, other: Path) -> None:
 
 def _free_name(parent: Path, name: str) -> Path:
     number, target = 1, parent / name
-    while target.exists():
+    while exists(target):
         number += 1
         target = parent / f"{name}-{number}"
     parent.mkdir(parents=True, exist_ok=True)

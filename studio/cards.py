@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from backend.catalog.spec import LoraSpec, ModelSpec
 from backend.schema.messages import Trouble
+from backend.schema.values import parse_json
 from studio import again
 from studio.draw import facts
 from studio.faces import picture_of
@@ -174,7 +175,7 @@ def _metadata(spec: LoraSpec) -> str:
 
 def _short(value: str) -> str:
     with contextlib.suppress(ValueError):
-        value = json.dumps(json.loads(value), ensure_ascii=False)
+        value = json.dumps(parse_json(value), ensure_ascii=False)
     return value if len(value) <= 400 else value[:400] + " …"
 
 

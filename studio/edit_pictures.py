@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import gradio as gr
-from PIL import Image, UnidentifiedImageError
 
 from backend.schema.messages import Trouble
 from backend.schema.places import Places
 from backend.schema.request import GenerationRequest
-from studio.pictures import is_inside, is_ours, keep_input, thumbnail
+from backend.schema.untrusted import name_of
+from backend.schema.values import parse_json
+from studio.pictures import is_inside, is_ours, keep_input, known_picture, thumbnail
 from studio.studio import Studio, live
 from studio.words import safe
 
@@ -94,10 +95,10 @@ def _tile(studio: Studio, path: Path, at: int, count: int) -> str:
     if count > 1:
         moves = button(f"{name}: one to the left", "move", [at, at - 1], "‹", off=at == 0)
         moves += button(f"{name}: one to the right", "move", [at, at + 1], "›", off=at == count - 1)
-    small = thumbnail(path, studio.places.cache)
+    small = thumbnail(path, studio.places.cache) if known_picture(path, studio.places) else path
     image = (
         f'<img src="{studio.address(small)}" alt="{safe(name)}" draggable="false">'
-        if path.is_file()
+        if known_picture(path, studio.places)
         else "<i>not here</i>"
     )
     return (
@@ -108,30 +109,31 @@ def _tile(studio: Studio, path: Path, at: int, count: int) -> str:
 
 def changed(paths: Sequence[str], do: str, what: str, places: Places) -> list[str]:
     """The paths after what was done in the row. Raises Trouble for a file that is no picture."""
-    paths, meant = list(paths), json.loads(what or "null")
+    paths, meant = list(paths), _meant(what)
     if do == "add" and isinstance(meant, list):
         room = MOST - len(paths)
         added = [_taken(Path(str(path)), places) for path in meant[:room]]
         return [*paths, *added]
     if do == "remove" and isinstance(meant, int):
         return [path for at, path in enumerate(paths) if at != meant]
-    if do == "move" and isinstance(meant, list) and all(at in range(len(paths)) for at in meant):
+    if do == "move" and isinstance(meant, list) and len(meant) == 2 and all(at in range(len(paths)) for at in meant):
         taken = paths.pop(meant[0])
         paths.insert(meant[1], taken)
     return paths
 
 
+def _meant(what: str) -> object:
+    """What a browser says was done; None for what is no JSON."""
+    try:
+        return parse_json(what or "null")
+    except (ValueError, TypeError):
+        return None
+
+
 def _taken(path: Path, places: Places) -> str:
     """The kept copy of a file that was sent."""
     if not is_inside(path, (places.cache / "uploads", places.user / "inputs", places.outputs)):
-        raise Trouble("bad_value", f"{path.name} was not sent to the studio.", hint="Choose it again.")
-    try:
-        with Image.open(path) as picture:
-            picture.verify()
-    except (OSError, UnidentifiedImageError, ValueError, SyntaxError, Image.DecompressionBombError):
-        raise Trouble(
-            "bad_value", f"{path.name} is not a picture that can be read.", hint="Choose a PNG, JPEG or WebP file."
-        ) from None
+        raise Trouble("bad_value", f"{name_of(path)} was not sent to the studio.", hint="Choose it again.")
     return str(keep_input(path, places))
 
 
@@ -146,6 +148,6 @@ def check_here(paths: Sequence[str], places: Places) -> None:
         if not is_ours(path, places):
             raise Trouble(
                 "bad_value",
-                f"Picture {number}, {Path(path).name}, is not here any more.",
+                f"Picture {number}, {name_of(path)}, is not here any more.",
                 hint="Remove it or add it again.",
             )

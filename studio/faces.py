@@ -15,7 +15,8 @@ from backend.catalog.header import read_layout
 from backend.catalog.lora_facts import THUMBNAILS
 from backend.catalog.spec import LoraSpec
 from backend.schema.messages import Trouble
-from studio.pictures import is_inside, thumbnail
+from backend.schema.untrusted import is_file
+from studio.pictures import NO_PICTURE, is_inside, thumbnail
 from studio.studio import Studio
 from studio.words import safe
 
@@ -32,7 +33,7 @@ def picture_of(spec: LoraSpec, studio: Studio) -> str:
         if inside is not None:
             return safe(studio.address(inside))
     beside = [spec.path.with_suffix(ending) for ending in BESIDE]
-    found = next((path for path in (*_samples(spec, studio), *beside) if path.is_file()), None)
+    found = next((path for path in (*_samples(spec, studio), *beside) if is_file(path)), None)
     if found is None:
         return ""
     small = thumbnail(found, studio.places.cache)
@@ -43,7 +44,7 @@ def _embedded(spec: LoraSpec, cache: Path) -> Path | None:
     """The picture in a file's header as a small file, made once; None where it cannot be read."""
     key = hashlib.sha256(f"{spec.path}|{spec.modified}|{spec.nbytes}|inside".encode()).hexdigest()[:24]
     target = cache / "thumbnails" / f"{key}.webp"
-    if target.exists():
+    if is_file(target):
         return target
     try:
         metadata = read_layout(spec.path).metadata
@@ -59,7 +60,7 @@ def _embedded(spec: LoraSpec, cache: Path) -> Path | None:
         with os.fdopen(handle, "wb") as file:
             small.save(file, "WEBP", quality=86)
         Path(draft).replace(target)
-    except (Trouble, OSError, ValueError, SyntaxError, StopIteration, Image.DecompressionBombError):
+    except (Trouble, StopIteration, *NO_PICTURE):
         return None
     return target
 
@@ -70,7 +71,7 @@ def _samples(spec: LoraSpec, studio: Studio) -> list[Path]:
         return []
     step = spec.metadata.get("steps", "")
     newest = sorted((spec.path.parent / "samples").glob("step-*/0.png"), reverse=True)
-    if not step.isdigit():
+    if not (step.isascii() and step.isdigit() and len(step) <= 12):
         return newest
     name = f"step-{int(step):06d}"
     return sorted(newest, key=lambda path: path.parent.name > name)  # stable: what is not later comes first

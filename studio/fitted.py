@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 
 from backend.schema.knobs import knobs_of
+from backend.schema.values import parse_json
 from studio.form import Form, shown
 
 
@@ -35,7 +36,7 @@ def taken_back(form: Form, values: Sequence, model: str, note: str) -> dict[str,
 def _read(note: str) -> dict:
     """Empty for a note that was not made here, or by an older version."""
     try:
-        read = json.loads(note)
+        read = parse_json(note)
         return read if isinstance(read["model"], str) and all(len(pair) == 2 for pair in read["set"].values()) else {}
     except (ValueError, TypeError, KeyError, AttributeError):
         return {}

@@ -6,8 +6,9 @@ import base64
 from pathlib import Path
 
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import known_file, name_of
 from studio.draw import facts
-from studio.pictures import Settings, is_inside, newest, read_settings, thumbnail
+from studio.pictures import Settings, newest, read_settings, thumbnail
 from studio.studio import Studio
 from studio.words import count_words, notice, safe, size_words, time_words
 
@@ -17,8 +18,9 @@ MODES = {"cold": "added into the weights", "hot": "beside the weights"}  # of a 
 
 def chosen_picture(studio: Studio, wish: str) -> Path | None:
     """The picture that `wish` names if it is still there, else the newest one."""
-    if wish and Path(wish).is_file() and is_inside(Path(wish), (studio.places.outputs,)):
-        return Path(wish)
+    chosen = known_file(wish, (studio.places.outputs,)) if wish else None
+    if chosen:
+        return chosen
     found = newest(studio.places.outputs, most=1)
     return found[0] if found else None
 
@@ -87,7 +89,7 @@ def receipt(studio: Studio, picture: Path | None) -> str:
         ("Steps, guidance", f"{request.get('num_inference_steps', '?')}, {_plain(request.get('guidance', '?'))}"),
         ("Seed", "" if settings.seed is None else str(settings.seed)),
         ("From a picture", _start_words(request)),
-        ("Edited", ", ".join(Path(str(path)).name for path in request.get("edit_images") or ())),
+        ("Edited", ", ".join(map(name_of, request["edit_images"]))),
         ("Took", time_words(settings.seconds) if settings.seconds >= 1 else f"{settings.seconds:.1f} s"),
         ("Memory", _memory_words(settings)),
     ]
@@ -104,7 +106,7 @@ def _plain(value: object) -> str:
 def _start_words(request: dict) -> str:
     if not request.get("input_image"):
         return ""
-    return f"{Path(request['input_image']).name}, strength {request.get('denoising_strength')}"
+    return f"{name_of(request['input_image'])}, strength {_plain(request.get('denoising_strength', '?'))}"
 
 
 def _memory_words(settings: Settings) -> str:
@@ -120,15 +122,14 @@ def _memory_words(settings: Settings) -> str:
 
 def _lora_line(use: dict) -> str:
     """One LoRA's receipt: name, strength, layers, mode; what it could not apply folds out, each with its reason."""
-    applied, found = int(use.get("layers_applied") or 0), int(use.get("layers_found") or 0)
-    unused = dict(use.get("unused") or {})
-    mode = MODES.get(use.get("mode", ""), use.get("mode", ""))
-    words = f"strength {float(use.get('strength') or 0):g}, {applied} of {count_words(found, 'layer')}, {mode}"
-    if use.get("hash"):
-        words += f", {str(use['hash'])[:10]}"
+    applied, found, unused = use["layers_applied"], use["layers_found"], use["unused"]
+    mode = MODES.get(use["mode"], use["mode"])
+    words = f"strength {use['strength']:g}, {applied} of {count_words(found, 'layer')}, {mode}"
+    if use["hash"]:
+        words += f", {use['hash'][:10]}"
     fold = ""
     if unused:
         lines = "".join(f"<li>{safe(name)}: {safe(why)}</li>" for name, why in list(unused.items())[:40])
         fold = f"<details><summary>{count_words(len(unused), 'key')} not applied</summary><ul>{lines}</ul></details>"
-    notes = "".join(f"<p class='caption'>{safe(note)}</p>" for note in use.get("notes") or ())
-    return f'<div class="use"><b>{safe(use.get("name", "LoRA"))}</b> <span>{safe(words)}</span>{fold}{notes}</div>'
+    notes = "".join(f"<p class='caption'>{safe(note)}</p>" for note in use["notes"])
+    return f'<div class="use"><b>{safe(use["name"] or "LoRA")}</b> <span>{safe(words)}</span>{fold}{notes}</div>'

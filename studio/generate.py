@@ -10,6 +10,7 @@ import gradio as gr
 from backend.host.engine import EngineSnapshot
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest, LoraUse, request_to_values
+from backend.schema.values import dicts, finite, text, texts
 from studio import edit_pictures, form, gallery, lora_rows, plan_panel, shelf
 from studio.asking import Keeping
 from studio.engine_view import busy, progress_panel
@@ -21,6 +22,7 @@ from studio.studio import Studio
 from studio.use_graph import Use, graph, watched
 from studio.words import trouble_notice
 
+STRONGEST = 100.0  # of what is remembered of a LoRA's strength
 FRESH = "fresh_seed"  # in the file of the form, beside the request's own settings
 
 
@@ -74,14 +76,19 @@ def remembered(studio: Studio) -> tuple[GenerationRequest, tuple[LoraUse, ...]]:
     """The last request, as `user/request.json` keeps it."""
     values = read_values(request_file(studio.places))
     uses = tuple(
-        LoraUse(str(use["path"]), float(use.get("strength", 1.0)))
-        for use in values.get("loras") or ()
-        if isinstance(use, dict) and "path" in use
+        LoraUse(text(use["path"]), _strength(use.get("strength")))
+        for use in dicts(values.get("loras"))
+        if text(use.get("path"))
     )
     request = config_from(GenerationRequest, values)
     start = request.input_image if request.input_image and is_ours(request.input_image, studio.places) else None
     edited = tuple(path for path in request.edit_images if is_ours(path, studio.places))
     return replace(request, input_image=start, edit_images=edited), uses
+
+
+def _strength(value: object) -> float:
+    number = finite(value, low=-STRONGEST, high=STRONGEST)
+    return 1.0 if number is None else number
 
 
 def wants_fresh_seed(studio: Studio) -> bool:
@@ -156,7 +163,7 @@ def view(
         "stage": (making, preview) if making else (choice["picture"], stamp(studio.places.outputs)),
         "thumbs": (choice["picture"], stamp(studio.places.outputs), most),
         "busy": busy(snapshot),
-        "edited": (str(kept.get("model", "")), tuple(kept.get("edit_images") or ())),
+        "edited": (text(kept.get("model")), tuple(texts(kept.get("edit_images")))),
         "plan": (
             kept if "plan" not in seen or settled(request_file(studio.places)) else seen["plan"][0],
             choice["card"],

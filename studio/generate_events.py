@@ -9,6 +9,7 @@ from pathlib import Path
 
 import gradio as gr
 
+from backend.host.files import not_written
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest
 from studio import edit_pictures, form, gallery, plan_panel, shelf
@@ -54,7 +55,10 @@ def _wire_form(studio: Studio, tab: Generate, ui: gr.BrowserState, redraw: Calla
             return gr.skip(), faults_style(wrong, prefix="set-")
         except OSError:
             return gr.skip(), ""  # the picture it starts from is being replaced; the next change comes soon
-        keep(studio, tab, request, values)
+        try:
+            keep(studio, tab, request, values)
+        except OSError as error:
+            return gr.skip(), faults_style({"prompt": str(not_written("The form", error))}, prefix="set-")
         wrong = fault_of_edits(studio, for_its_model(studio, request))
         return plan_of(studio, request, choice["card"]), faults_style(
             {"edit_images": wrong} if wrong else {}, prefix="set-"
@@ -125,10 +129,17 @@ def _wire_go(studio: Studio, tab: Generate, ui: gr.BrowserState, redraw: Callabl
             shelf.check_size(shelf.models(studio), request, studio)
             shelf.check_loras(shelf.models(studio), request, studio)
             studio.engine.submit(for_its_model(studio, request))
-            keep(studio, tab, request, values)
         except Trouble as trouble:
             return unchanged(tab.fields), trouble_notice(trouble), gr.skip(), gr.skip()
-        return _changes(tab, {"seed": request.seed}), "", choice | {"picture": ""}, ""
+        except OSError as error:
+            said = f"The request could not be made: {error.strerror or error}."
+            return unchanged(tab.fields), notice(said, kind="bad"), gr.skip(), gr.skip()
+        said = ""
+        try:  # it waits or is at work already: what fails now is no answer to it
+            keep(studio, tab, request, values)
+        except OSError as error:
+            said = notice(f"It is being drawn. {not_written('The form', error)}", kind="warn")
+        return _changes(tab, {"seed": request.seed}), said, choice | {"picture": ""}, ""
 
     for event in (tab.go.click, tab.form.controls["prompt"].submit):
         submitted = ask(event, submit, [ui, tab.start_picture], tab.fields, [tab.said, ui, tab.faults], tab.keeping)

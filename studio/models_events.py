@@ -8,10 +8,11 @@ from pathlib import Path
 import gradio as gr
 
 from backend.catalog import library
+from backend.schema.untrusted import known_file
 from studio import again, form, shelf, tools
 from studio.asking import QUIET, ask, unchanged
 from studio.models import UNKNOWN, ModelsTab, chosen
-from studio.pictures import is_inside, to_trash
+from studio.pictures import to_trash
 from studio.studio import Studio
 from studio.train import Train, remembered
 from studio.words import notice
@@ -31,8 +32,8 @@ def wire(
     use_lora(tab.buttons["use"].click(lambda: "", None, tab.said, **QUIET))
 
     def discard(choice: dict, seen: int):
-        path = Path(choice["lora"])
-        if not path.is_file() or not is_inside(path, tuple(shelf.lora_folders(studio))):
+        path = known_file(choice["lora"], shelf.lora_folders(studio)) if choice["lora"] else None
+        if path is None:
             return choice, seen, notice("That file is not in a LoRA folder.", kind="warn")
         try:
             target = to_trash(path, studio.places)

@@ -3,21 +3,52 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import io
 import os
+import struct
 import tempfile
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
 
 from backend.catalog.photo import in_rgb
+from backend.host.files import not_written
+from backend.schema.knobs import knobs_of
 from backend.schema.messages import Trouble
 from backend.schema.places import Places
+from backend.schema.request import GenerationRequest
+from backend.schema.untrusted import exists, is_file, is_folder, is_inside, known_file, name_of, read_bytes
+from backend.schema.values import finite, is_printable, parse_json, whole
 
+__all__ = [
+    "Settings",
+    "is_inside",
+    "is_ours",
+    "keep_input",
+    "known_picture",
+    "newest",
+    "read_settings",
+    "stamp",
+    "thumbnail",
+    "to_trash",
+]
 CHUNK = "loft"  # name of the PNG text chunk with the settings, as the engine writes it
 THUMB_PIXELS = 256
 KINDS = (".png", ".jpg", ".jpeg", ".webp")
+ENDINGS = {  # Pillow's name of a format that is taken, and how a file of it is called
+    "PNG": ".png", "JPEG": ".jpg", "MPO": ".jpg", "WEBP": ".webp", "BMP": ".bmp", "GIF": ".gif", "TIFF": ".tif", "AVIF": ".avif",
+}  # fmt: skip
+NO_PICTURE = (  # what Pillow raises for a file that is none
+    OSError, UnidentifiedImageError, ValueError, SyntaxError, EOFError, TypeError, IndexError, KeyError, OverflowError, MemoryError,
+    struct.error, Image.DecompressionBombError,
+)  # fmt: skip
+MOST_PICTURE_BYTES = 2**30
+MOST_CHARACTERS = 4 * 2**20  # of the settings inside a picture
+LARGEST = 2.0**60  # of any number in them
+# Settings of a request that are one plain value; the others are lists.
+PLAIN = tuple(item.name for item in knobs_of(GenerationRequest) if item.kind is not tuple)
 
 
 @dataclass(frozen=True)
@@ -36,11 +67,9 @@ class Settings:
 def newest(outputs: Path, *, most: int) -> list[Path]:
     """The `most` newest pictures, newest first. Day folders sort by name, so older ones are not even listed."""
     found: list[Path] = []
-    folders = sorted((f for f in _entries(outputs) if f.is_dir()), key=lambda f: f.name, reverse=True)
+    folders = sorted((f for f in _entries(outputs) if is_folder(f)), key=lambda f: f.name, reverse=True)
     for folder in [*folders, outputs]:
-        here = [
-            f for f in _entries(folder) if f.suffix.lower() == ".png" and f.is_file() and not f.name.startswith(".")
-        ]
+        here = [f for f in _entries(folder) if f.suffix.lower() == ".png" and not f.name.startswith(".") and is_file(f)]
         found += sorted(here, key=lambda f: (_modified(f), f.name), reverse=True)
         if len(found) >= most:
             break
@@ -48,8 +77,9 @@ def newest(outputs: Path, *, most: int) -> list[Path]:
 
 
 def _entries(folder: Path) -> list[Path]:
+    """What lies in a folder, as far as its name can be told to a browser."""
     try:
-        return list(folder.iterdir())
+        return [path for path in folder.iterdir() if is_printable(path.name)]
     except OSError:
         return []
 
@@ -63,63 +93,105 @@ def _modified(path: Path) -> float:
 
 def stamp(outputs: Path) -> tuple:
     """Changes when a picture comes or goes: the times of the folders that hold them."""
-    return tuple(sorted((f.name, _modified(f)) for f in [outputs, *_entries(outputs)] if f.is_dir()))
+    return tuple(sorted((f.name, _modified(f)) for f in [outputs, *_entries(outputs)] if is_folder(f)))
 
 
 def read_settings(path: Path) -> Settings:
     """The settings inside a PNG. Raises Trouble where the file is no picture or holds none."""
     try:
         with Image.open(path) as picture:
-            text = picture.info.get(CHUNK)
-    except (OSError, UnidentifiedImageError, ValueError, SyntaxError, Image.DecompressionBombError):
-        raise Trouble("damaged", f"{path.name} is not a picture that can be read.") from None
-    if not isinstance(text, str):
+            said = picture.info.get(CHUNK)
+    except NO_PICTURE:
+        raise Trouble("damaged", f"{name_of(path)} is not a picture that can be read.") from None
+    if not isinstance(said, str):
         raise Trouble(
             "no_settings",
-            f"{path.name} holds no settings.",
+            f"{name_of(path)} holds no settings.",
             hint="Only PNG files made here carry them; programs that re-save a picture often drop them.",
         )
     try:
-        return _settings_of(json.loads(text))
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-        raise Trouble("bad_file", f"The settings inside {path.name} cannot be read.") from None
+        if len(said) > MOST_CHARACTERS:
+            raise ValueError
+        return _settings_of(parse_json(said))
+    except ValueError:
+        raise Trouble("bad_file", f"The settings inside {name_of(path)} cannot be read.") from None
 
 
-def _settings_of(values: dict) -> Settings:
-    """The settings in what a file says. Raises one of many errors where that is something else: it may come from a stranger."""
-    request, seed = dict(values["request"]), values.get("seed")
-    request["loras"] = [
-        {"path": str(use["path"]), "strength": float(use.get("strength", 1.0))} for use in request.get("loras") or ()
+def _settings_of(values: object) -> Settings:
+    """The settings in what a file says, which may come from a stranger. Raises ValueError unless each is of the type it should have."""
+    said = _of(values, dict).get("request")
+    plain = {name: value for name, value in _of(said, dict).items() if name in PLAIN and value is not None}
+    request = {name: _of(value, str | int | float) for name, value in plain.items()}
+    if not isinstance(request.get("input_image", ""), str):
+        raise ValueError
+    uses = [
+        (_of(use.get("path"), str), _number(use.get("strength"), otherwise=1.0)) for use in _dicts(said.get("loras"))
     ]
-    request["edit_images"] = [str(path) for path in request.get("edit_images") or ()]
+    request["loras"] = [{"path": path, "strength": strength} for path, strength in uses]
+    request["edit_images"] = _texts(said.get("edit_images"))
+    seed = values.get("seed")
     return Settings(
         request=request,
-        seed=seed if isinstance(seed, int) else _as_int(seed),
-        seconds=float(values.get("seconds") or 0.0),
-        loras=tuple(use for use in values.get("loras") or () if isinstance(use, dict)),
-        notes=tuple(str(note) for note in values.get("notes") or ()),
-        predicted_peak_bytes=int(values.get("predicted_peak_bytes") or 0),
-        measured_peak_bytes=int(values.get("measured_peak_bytes") or 0),
+        seed=_as_int(seed) if isinstance(seed, str) else whole(seed),
+        seconds=_number(values.get("seconds"), low=0.0),
+        loras=tuple(map(_receipt, _dicts(values.get("loras")))),
+        notes=tuple(_texts(values.get("notes"))),
+        predicted_peak_bytes=int(_number(values.get("predicted_peak_bytes"), low=0.0)),
+        measured_peak_bytes=int(_number(values.get("measured_peak_bytes"), low=0.0)),
     )
 
 
-def _as_int(value: object) -> int | None:
+def _receipt(use: dict) -> dict:
+    """What a LoRA did, as a picture tells it."""
+    return {
+        **{name: _of(use.get(name) or "", str) for name in ("name", "path", "hash", "mode")},
+        **{name: int(_number(use.get(name), low=0.0)) for name in ("layers_applied", "layers_found")},
+        "strength": _number(use.get("strength"), otherwise=1.0),
+        "unused": {key: _of(why, str) for key, why in _of(use.get("unused") or {}, dict).items()},
+        "notes": _texts(use.get("notes")),
+    }
+
+
+def _of(value: object, kind) -> object:
+    if not isinstance(value, kind):
+        raise ValueError
+    return value
+
+
+def _dicts(value: object) -> list[dict]:
+    return [_of(one, dict) for one in _of(value or [], list)]
+
+
+def _texts(value: object) -> list[str]:
+    return [_of(one, str) for one in _of(value or [], list)]
+
+
+def _number(value: object, *, low: float = -LARGEST, otherwise: float = 0.0) -> float:
+    number = otherwise if value is None else finite(value, low=low, high=LARGEST)
+    if number is None:
+        raise ValueError
+    return number
+
+
+def _as_int(value: str) -> int | None:
     # Seeds above 2**53 travel as text, so that no program rounds them.
-    return int(value) if isinstance(value, str) and value.isdecimal() else None
+    return int(value) if value.isdecimal() and len(value) <= 20 else None
 
 
 def thumbnail(path: Path, cache: Path, *, pixels: int = THUMB_PIXELS) -> Path:
     """A small WebP of a picture, made once per content time; the picture itself where it cannot be read."""
     try:
         seen = path.stat()
-    except OSError:
+    except (OSError, ValueError):
         return path
     key = hashlib.sha256(f"{path}|{seen.st_mtime_ns}|{seen.st_size}|{pixels}".encode()).hexdigest()[:24]
     thumb = cache / "thumbnails" / f"{key}.webp"
-    if thumb.exists():
+    if is_file(thumb):
         return thumb
     try:
         thumb.parent.mkdir(parents=True, exist_ok=True)
+        if not is_file(path):
+            return path
         with Image.open(path) as picture:
             small = in_rgb(picture)
         small.thumbnail((pixels, pixels), Image.Resampling.LANCZOS)
@@ -127,23 +199,19 @@ def thumbnail(path: Path, cache: Path, *, pixels: int = THUMB_PIXELS) -> Path:
         with os.fdopen(handle, "wb") as file:
             small.save(file, "WEBP", quality=86)
         Path(draft).replace(thumb)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+    except NO_PICTURE:
         return path
     return thumb
 
 
-def is_inside(path: Path, folders: tuple[Path, ...]) -> bool:
-    """Whether `path`, links followed, lies under one of `folders`."""
-    real = path.resolve()
-    return any(real.is_relative_to(folder.resolve()) for folder in folders)
-
-
 def is_ours(path: Path | str, places: Places) -> bool:
     """Whether a picture is here, among those that were made here or given to the form. Others are not opened because a file names them."""
-    try:
-        return is_inside(Path(path), (places.user / "inputs", places.outputs)) and Path(path).is_file()
-    except (OSError, ValueError):  # a name that no file can have
-        return False
+    return known_picture(path, places) is not None
+
+
+def known_picture(path: Path | str, places: Places) -> Path | None:
+    """The picture called `path`, by its name or in full, among those that were made here or given to the form; others are not looked for."""
+    return known_file(path, (places.user / "inputs", places.outputs))
 
 
 def to_trash(path: Path, places: Places) -> Path:
@@ -151,7 +219,7 @@ def to_trash(path: Path, places: Places) -> Path:
     places.trash.mkdir(parents=True, exist_ok=True)
     target = places.trash / path.name
     number = 1
-    while target.exists():
+    while exists(target):
         number += 1
         target = places.trash / f"{path.stem}-{number}{path.suffix}"
     try:
@@ -165,13 +233,36 @@ def to_trash(path: Path, places: Places) -> Path:
 
 
 def keep_input(path: Path, places: Places) -> Path:
-    """A copy of an uploaded picture under a name made of its content, so that it is still there after a restart."""
-    data = path.read_bytes()
-    kept = places.user / "inputs" / f"{hashlib.sha256(data).hexdigest()[:16]}{path.suffix.lower() or '.png'}"
-    if not kept.exists():
+    """A copy of an uploaded picture under a name made of its content and of the format that it is decoded as, so that it is still there
+    after a restart and is never anything but a picture. Raises Trouble("bad_value") for what is none, Trouble("not_written")."""
+    data = read_bytes(path, most=MOST_PICTURE_BYTES)
+    kept = places.user / "inputs" / f"{hashlib.sha256(data).hexdigest()[:32]}{_ending(data, path)}"
+    if is_file(kept):
+        return kept
+    try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         handle, draft = tempfile.mkstemp(dir=kept.parent, suffix=".part")
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        Path(draft).replace(kept)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            Path(draft).replace(kept)
+        except OSError:
+            Path(draft).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise not_written(f"The picture {name_of(path)}", error) from None
     return kept
+
+
+def _ending(data: bytes, path: Path) -> str:
+    """The ending that belongs to the format of a picture's content, whatever its file was called."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            with Image.open(io.BytesIO(data), formats=tuple(ENDINGS)) as picture:
+                picture.verify()
+                return ENDINGS[picture.format]
+    except NO_PICTURE:
+        raise Trouble(
+            "bad_value", f"{name_of(path)} is not a picture that can be read.", hint="Choose a PNG, JPEG or WebP file."
+        ) from None

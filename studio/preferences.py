@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import gradio as gr
 
 from backend.host import card
 from backend.schema.knobs import knobs_of, to_values
 from backend.schema.preferences import Preferences
+from backend.schema.untrusted import is_folder
 from backend.schema.vram import Card
 from studio import form, theme
 from studio.asking import Keeping, keeping
@@ -118,7 +118,7 @@ def wire(studio: Studio, tab: PreferencesTab) -> None:
             write_config(preferences_file(studio.places), wanted)
         except OSError as error:
             return notice(f"The preferences could not be written: {error.strerror}.", kind="bad"), ""
-        absent = [path for path in (*wanted.model_folders, *wanted.lora_folders) if not Path(path).is_dir()]
+        absent = [path for path in (*wanted.model_folders, *wanted.lora_folders) if not is_folder(path)]
         if absent:
             return notice(f"Kept, but there is no folder {absent[0]}.", kind="warn"), ""
         return notice("Kept.", kind="good"), ""

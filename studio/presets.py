@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,12 +9,17 @@ from backend.schema.knobs import from_values, to_values
 from backend.schema.messages import Trouble
 from backend.schema.places import ASSETS, Places
 from backend.schema.training import TrainingConfig
+from backend.schema.untrusted import is_folder, read_object
+from backend.schema.values import printable, text
 
 FOLDER: Path = ASSETS / "presets"
-# What a preset never touches: it says how to train, not what and where.
+# What a preset never touches: it says how to train, not what and where. Every setting that leads to a file, a model or another machine is
+# here, for a preset may be a stranger's.
 KEPT = (
     "dataset_base_path", "dataset_metadata_path", "data_file_keys", "extra_inputs", "name", "trigger_word", "output_path", "sample_prompts",
-    "sample_edit_images",
+    "sample_edit_images", "model", "model_paths", "model_id_with_origin_paths", "tokenizer_path", "processor_path", "regularisation_path",
+    "prior_prompts", "lora_checkpoint", "preset_lora_path", "preset_lora_model", "resume_from_checkpoint", "enable_tensorboard_log",
+    "enable_wandb_log", "wandb_project", "enable_swanlab_log", "swanlab_project",
 )  # fmt: skip
 
 
@@ -40,20 +44,21 @@ def choices(places: Places) -> list[tuple[str, str]]:
 def presets(places: Places | None = None) -> list[Preset]:
     """Every preset that can be read: the shipped ones by file name, then the user's own in `user/presets`."""
     folders = [FOLDER] + ([places.user / "presets"] if places else [])
-    found = [read_preset(path) for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.json"))]
+    found = [read_preset(path) for folder in folders if is_folder(folder) for path in sorted(folder.glob("*.json"))]
     return [preset for preset in found if preset is not None]
 
 
 def read_preset(path: Path) -> Preset | None:
     """The preset in a file; `title` and `about` may stand beside the settings. None for a file that holds none."""
     try:
-        values = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        values = read_object(path)
+    except Trouble:
         return None
-    title = str(values.pop("title", "") or path.stem.replace("-", " ").replace("_", " ").capitalize())
-    about = str(values.pop("about", ""))
+    named = printable(path.stem)
+    title = text(values.pop("title", ""), most=200) or named.replace("-", " ").replace("_", " ").capitalize()
+    about = text(values.pop("about", ""), most=2000)
     inner = values.pop("values", None)
-    return Preset(path.stem, title, about, inner if isinstance(inner, dict) else values)
+    return Preset(named, title, about, inner if isinstance(inner, dict) else values)
 
 
 def apply(preset: Preset, config: TrainingConfig) -> TrainingConfig:

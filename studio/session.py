@@ -13,6 +13,8 @@ from backend.schema.knobs import from_values, knobs_of, to_values
 from backend.schema.messages import Trouble
 from backend.schema.places import Places
 from backend.schema.preferences import Preferences
+from backend.schema.untrusted import read_object_or_empty
+from backend.schema.values import printable
 
 TYPING_SECONDS = 1.5
 # What one browser remembers; anything else is on disk or in the engine's snapshot.
@@ -33,16 +35,12 @@ def settled(path: Path) -> bool:
 
 
 def write_values(path: Path, values: dict) -> None:
-    write_text(path, json.dumps(values, ensure_ascii=False, indent=2) + "\n")
+    write_text(path, printable(json.dumps(values, ensure_ascii=False, indent=2)) + "\n")
 
 
 def read_values(path: Path) -> dict:
     """The JSON object in `path`; empty where there is none, or where a crash or an editor left something else."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
+    return read_object_or_empty(path)
 
 
 def config_from(cls: type, values: dict):

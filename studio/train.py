@@ -13,6 +13,7 @@ from backend.host import card, runs
 from backend.schema.knobs import knobs_of, to_values
 from backend.schema.messages import Trouble
 from backend.schema.training import TrainingConfig
+from backend.schema.untrusted import is_file
 from studio import captions, draw, form, plan_panel, presets, run_view
 from studio.asking import Keeping, keeping
 from studio.caption_editor import SCRIPT, editor
@@ -82,7 +83,7 @@ class Train:
 def remembered(studio: Studio) -> TrainingConfig:
     """The last training form; the first time, the first preset on the first set that comes with Loft."""
     file = training_file(studio.places)
-    if file.is_file():
+    if is_file(file):
         return read_config(file, TrainingConfig)
     config = TrainingConfig()
     found = presets.presets()

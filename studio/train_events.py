@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import gradio as gr
 
 from backend.host import runs
+from backend.host.files import not_written
 from backend.schema.knobs import to_values
 from backend.schema.messages import Trouble
 from backend.schema.training import TrainingConfig
+from backend.schema.values import parse_json, printable
 from studio import captions, fitted, form, plan_panel, presets, run_view
 from studio.asking import QUIET, ask, edited, unchanged
 from studio.session import training_file, with_known, write_config
@@ -44,7 +45,11 @@ def _wire_form(studio: Studio, tab: Train, ui: gr.BrowserState, redraw: Callable
         if config is None:
             wrong = form.faults(tab.form, values)
             return gr.skip(), gr.skip(), gr.skip(), faults_style(wrong, prefix="set-")
-        write_config(training_file(studio.places), config)
+        try:
+            write_config(training_file(studio.places), config)
+        except OSError as error:
+            said = str(not_written("The form", error))
+            return command_of(config), gr.skip(), gr.skip(), faults_style({"name": said}, prefix="set-")
         preset = presets.matching(config, presets.presets(studio.places))
         return command_of(config), plan_of(studio, config, choice["card"]), preset, ""
 
@@ -131,9 +136,10 @@ def _wire_dataset(studio: Studio, tab: Train) -> None:
     def edit(event: gr.EventData, page: int, *values):
         folder = str(at_once(values)["dataset_base_path"] or "")
         if event.do == "page":
-            return unchanged(fields), drawn_editor(folder, int(event.what)), int(event.what), ""
+            wanted = int(event.what) if str(event.what).isdecimal() and len(str(event.what)) < 9 else 0
+            return unchanged(fields), drawn_editor(folder, wanted), wanted, ""
         try:
-            meant = json.loads(event.what or "{}")
+            meant = _meant(event.what)
             shown = str(meant.get("set") or folder)
             if event.do == "undo":
                 names, words = captions.undo(Path(shown))
@@ -152,6 +158,17 @@ def _wire_dataset(studio: Studio, tab: Train) -> None:
         return form.changes(tab.form, moved), drawn, page, notice(words, kind="good")
 
     ask(tab.editor.act, edit, [tab.page], fields, outputs, tab.keeping, trigger_mode="always_last")
+
+
+def _meant(what: str | None) -> dict:
+    """What a browser says was typed. Raises Trouble for what is none of it."""
+    try:
+        meant = parse_json(what or "{}")
+    except (ValueError, TypeError):
+        meant = None
+    if not isinstance(meant, dict):
+        raise Trouble("bad_value", "What the browser sent cannot be read.", hint="Load the page again.")
+    return meant
 
 
 def _wire_start(studio: Studio, tab: Train, ui: gr.BrowserState, redraw: Callable) -> None:
@@ -217,7 +234,7 @@ def _wire_run(studio: Studio, tab: Train, ui: gr.BrowserState, redraw: Callable,
 
     def use(choice: dict):
         run = _chosen(studio, choice)
-        return choice | {"lora": str(run.saved[-1])} if run.saved else choice
+        return choice | {"lora": printable(run.saved[-1])} if run.saved else choice
 
     use_lora(tab.buttons["use"].click(use, ui, ui, **QUIET))
 
