@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 
-from backend.catalog import lora_facts
+from backend.catalog import lora_facts, module_names
 from backend.catalog.adapter import ALGORITHMS, group, innermost, is_adapter, plain
 from backend.catalog.family import LoraSign
 from backend.catalog.header import Layout, read_header, read_layout
@@ -34,6 +34,7 @@ class Outline:
     algorithms: tuple[str, ...]
     components: tuple[str, ...]
     widths: tuple[tuple[str, int, int], ...]  # (flattened module name, input width, rows; 0 for unknown), denoiser only
+    texts: tuple[tuple[str, str, int], ...] = ()  # (prefix, flattened module name, input width) of text encoders
 
 
 def identify_lora(path: str | os.PathLike, families: Iterable[ModuleType]) -> LoraSpec:
@@ -53,7 +54,7 @@ def lora_of(path: Path, layout: Layout, families: tuple[ModuleType, ...]) -> Lor
             "not_recognised", f"{path.name} is not a LoRA: it holds no adapter's tensors.", hint="Is it a model?"
         )
     outline = outline_of(tuple(layout.entries), tuple(tuple(entry["shape"]) for entry in layout.entries.values()))
-    family, possible, evidence = families_of(outline.widths, layout.metadata, families)
+    family, possible, evidence = families_of(outline.widths, layout.metadata, families, texts=outline.texts)
     metadata = layout.metadata
     status = path.stat()
     return LoraSpec(
@@ -82,7 +83,7 @@ def outline_of(keys: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> Ou
     """The outline of a file with these names and shapes (remembered: a library holds many files of one kind)."""
     shape_of = dict(zip(keys, shapes, strict=True))
     modules, _ = group(keys)
-    ranks, targets, algorithms, components, widths = set(), {}, set(), {}, []
+    ranks, targets, algorithms, components, widths, texts = set(), {}, set(), {}, [], []
     for stem, roles in modules.items():
         reading = innermost(plain(stem))
         components[reading.component or "dit"] = None
@@ -93,6 +94,8 @@ def outline_of(keys: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> Ou
             ranks.add(rank)
         if reading.component in ("", "dit"):
             widths.append((flatten(reading.name), width, rows))
+        elif width:
+            texts.append((reading.prefix, flatten(reading.name), width))
     return Outline(
         dialect=_dialect(keys, modules),
         ranks=tuple(sorted(ranks)),
@@ -101,6 +104,7 @@ def outline_of(keys: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> Ou
         algorithms=tuple(sorted(algorithms)),
         components=tuple(sorted(components)),
         widths=tuple(widths),
+        texts=tuple(texts),
     )
 
 
@@ -160,11 +164,25 @@ def _suffix_style(key: str) -> str:
 
 
 def families_of(
-    widths: Iterable[tuple[str, int, int]], metadata: Mapping[str, str], families: Iterable[ModuleType]
+    widths: Iterable[tuple[str, int, int]],
+    metadata: Mapping[str, str],
+    families: Iterable[ModuleType],
+    *,
+    texts: Iterable[tuple[str, str, int]] = (),
 ) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """(family, "" where it cannot be told; families possible; why) of a LoRA with these modules."""
+    """(family, "" where it cannot be told; families possible; why) of a LoRA with these modules of the denoiser.
+
+    `texts`: its modules of text encoders, which decide where there are no others.
+    """
     families = tuple(families)
-    candidates = dict(_candidates(tuple(widths), families))
+    sure, found = _candidates(tuple(widths), families)
+    candidates = dict(found)
+    if not sure:
+        candidates = _with_names(tuple(widths), candidates, families)
+    if not candidates and not tuple(widths):
+        names = {family.NAME for family in families}
+        told = [name for name in module_names.families_of_encoders(texts) if name in names]
+        candidates = dict.fromkeys(told, "has a text encoder with these modules")
     said = lora_facts.architecture(metadata)
     meant = [family.NAME for family in families if said and any(word in said for word in getattr(family, "WORDS", ()))]
     if len(candidates) > 1:
@@ -179,15 +197,29 @@ def families_of(
 @lru_cache(maxsize=256)
 def _candidates(
     widths: tuple[tuple[str, int, int], ...], families: tuple[ModuleType, ...]
-) -> tuple[tuple[str, str], ...]:
-    """(family, why) by the modules alone: those that are sure, else those that are possible."""
+) -> tuple[bool, tuple[tuple[str, str], ...]]:
+    """(whether they are sure, (family, why) by signs of the modules alone): those that are sure, else those that are possible."""
     sure, possible = {}, {}
     for family in families:
         for sign in getattr(family, "LORA_SIGNS", ()):
             why = _shows(sign, widths)
             if why:
                 (sure if sign.sure else possible)[family.NAME] = why
-    return tuple((sure or possible).items())
+    return bool(sure), tuple((sure or possible).items())
+
+
+def _with_names(
+    widths: tuple[tuple[str, int, int], ...], candidates: dict[str, str], families: tuple[ModuleType, ...]
+) -> dict[str, str]:
+    """The candidates whose networks have every module of a file in its size; where none of them has, all families that do; else as they are."""
+    names = {family.NAME for family in families}
+    having = [name for name in module_names.families_with(widths) if name in names]
+    if kept := {name: why for name, why in candidates.items() if name in having}:
+        return kept
+    if not having:
+        return candidates
+    why = "only it has these modules in this size" if len(having) == 1 else "has these modules in this size"
+    return {name: f"{why}, such as {widths[0][0]}" for name in having}
 
 
 def _shows(sign: LoraSign, widths: tuple[tuple[str, int, int], ...]) -> str:

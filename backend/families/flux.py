@@ -79,7 +79,14 @@ DIFFSYNTH = (  # a: the picture's stream, b: the text's
 )
 NAME_MAPS = (NameMap("bfl", "dit", BFL), NameMap("diffsynth", "dit", DIFFSYNTH))
 
-_OTHERS = ("img_mlp_fc1", "individual_token_refiner", "stream_modulation", "distilled_guidance", "to_qkv_mlp_proj")
+_OTHERS = (
+    "img_mlp_fc1",
+    "img_mod_linear",
+    "individual_token_refiner",
+    "stream_modulation",
+    "distilled_guidance",
+    "to_qkv_mlp_proj",
+)
 LORA_SIGNS = (
     LoraSign((r"(?m)^single_blocks_\d+_linear2",), _OTHERS, {r"single_blocks_\d+_linear2$": (15360,)}),
     LoraSign(
