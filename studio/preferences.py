@@ -18,7 +18,7 @@ from studio.draw import facts
 from studio.form import Form
 from studio.session import preferences_file, read_preferences, write_config
 from studio.studio import Studio
-from studio.words import faults_style, notice
+from studio.words import faults_style, notice, safe
 
 GROUPS = (
     ("Folders", ("model_folders", "lora_folders")),
@@ -65,6 +65,7 @@ def build(studio: Studio) -> PreferencesTab:
                     else:
                         controls[name] = form.control(knobs[name], values[name], **look)
         gr.HTML(_places(studio), elem_id="places")
+        gr.HTML(_this_browser(studio), elem_id="this-browser")
     return PreferencesTab(Form(Preferences, controls), said, faults, keeping())
 
 
@@ -80,6 +81,15 @@ def _places(studio: Studio) -> str:
         ("Trash", str(places.trash)),
     ]
     return f'<h3 class="section">Where things lie</h3>{facts(rows)}'
+
+
+def _this_browser(studio: Studio) -> str:
+    """A form of its own, since only a POST of this very page ends a login."""
+    action = f"{studio.root_path.rstrip('/')}/logout"
+    return (
+        f'<h3 class="section">This browser</h3><form method="post" action="{safe(action)}"><button class="quiet">Sign out</button>'
+        '<p class="caption">This browser forgets the token or the login, and the page asks for it again. Other browsers stay signed in.</p></form>'
+    )
 
 
 def _devices() -> list[tuple[str, str]]:

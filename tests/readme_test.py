@@ -33,7 +33,7 @@ def test_the_tree_is_the_tree():
 
 def test_the_flags_of_the_launcher_exist():
     rows = re.findall(r"^\| `(--[^`]+)` \|", README, flags=re.MULTILINE)
-    assert len(rows) == 5
+    assert len(rows) == 8
     for row in rows:
         launch.flags(shlex.split(row))
 

@@ -140,7 +140,9 @@ class Guard:
         wrong = self.throttle.wrong(question.address)
         log.warning("A wrong %s came from %s (%d in a row).", what, question.address, wrong)
         await asyncio.sleep(min(0.1 * 2 ** min(wrong - 1, 10), SLOWEST_ANSWER_SECONDS))
-        await self._ask(question, send, wrong="That is not it." if what == "token" else "Name or password is wrong.")
+        await self._ask(
+            question, send, wrong="That is not the token." if what == "token" else "Name or password is wrong."
+        )
         return False
 
     async def _logout(self, question: Asked, send) -> None:

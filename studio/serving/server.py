@@ -17,7 +17,7 @@ import gradio as gr
 import uvicorn
 from fastapi import FastAPI
 from starlette.responses import PlainTextResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 
 from backend.schema.messages import Trouble
 from studio import theme
@@ -25,11 +25,10 @@ from studio.serving.file_answers import file_answer
 from studio.serving.guard import Guard
 from studio.serving.hosts import Hosts
 from studio.serving.keys import Keys
+from studio.serving.sessions import MOST_SESSIONS, Sessions
 from studio.serving.uploads import clean, upload_answer
 from studio.studio import Studio
 
-# Gradio keeps what each opened page was made of; whoever looks is among the newest, and one that was forgotten is drawn anew.
-MOST_SESSIONS = 24
 CLEAN_EVERY_SECONDS = 3600
 START_SECONDS = 60
 # What Gradio serves beside the page and Loft has no use for: its own logins and files, requests to other hosts, tools for developers.
@@ -80,6 +79,9 @@ def application(studio: Studio, page: gr.Blocks, *, keys: Keys, hosts: Hosts) ->
         pwa=False,
         app_kwargs={"docs_url": None, "redoc_url": None, "openapi_url": None},
     )
+    inner = next(route.app for route in outer.routes if isinstance(route, Mount))
+    inner.state_holder = Sessions()
+    inner.state_holder.set_blocks(page)
     return Guard(outer, keys=keys, hosts=hosts, root_path=studio.root_path)
 
 

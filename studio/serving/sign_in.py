@@ -16,12 +16,13 @@ body { margin: 0; min-height: 100vh; display: grid; place-items: center; padding
   font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif; }
 main { width: 100%; max-width: 460px; padding: 28px; background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
 h1 { margin: 0 0 4px; font-size: 22px; line-height: 1.3; }
-p { margin: 8px 0; color: var(--soft); overflow-wrap: anywhere; }
+p { margin: 8px 0 0; color: var(--soft); overflow-wrap: anywhere; }
 label { display: block; margin-top: 14px; font-weight: 500; }
 input { width: 100%; margin-top: 4px; padding: 9px 11px; font: inherit; color: inherit; background: var(--ground); border: 1px solid var(--line); border-radius: 7px; }
 button { width: 100%; margin-top: 18px; padding: 10px; font: inherit; font-weight: 500; color: #fff; background: var(--accent); border: 0; border-radius: 7px; cursor: pointer; }
 :is(input, button):focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; }
 code { font: 14px ui-monospace, Menlo, Consolas, monospace; color: var(--ink); }
+form + p { margin-top: 18px; }
 .wrong { color: var(--wrong); }
 """
 

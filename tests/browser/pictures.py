@@ -6,7 +6,10 @@ On the data folder it generates a few pictures with the starter and shows whatev
 from __future__ import annotations
 
 import argparse
+import io
 from pathlib import Path
+
+from PIL import Image
 
 from backend.schema.places import PROJECT
 from tests.browser.conftest import Site, tab, wait_ready
@@ -31,6 +34,7 @@ def main() -> None:
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=chromium_path(), args=["--no-sandbox"])
             take(browser, site, out)
+            take_locked(browser, site, out)
             browser.close()
     finally:
         site.stop()
@@ -43,6 +47,22 @@ def opened(browser, site: Site, *, width: int = 1360, height: int = 940):
     page.goto(site.address)
     wait_ready(page)
     return page
+
+
+def take_locked(browser, site: Site, out: Path) -> None:
+    """What somebody without the token sees, on a wide and on a narrow window, beside each other."""
+    shots = []
+    for width, scheme in ((900, "light"), (400, "light"), (400, "dark")):
+        page = browser.new_page(viewport={"width": width, "height": 600}, color_scheme=scheme)
+        page.goto(site.base)
+        shots.append(Image.open(io.BytesIO(page.screenshot())))
+        page.close()
+    whole = Image.new("RGB", (sum(shot.width + 12 for shot in shots) - 12, 600), "#8a8a94")
+    at = 0
+    for shot in shots:
+        whole.paste(shot, (at, 0))
+        at += shot.width + 12
+    whole.quantize(48).save(out / "token.png", optimize=True)
 
 
 def take(browser, site: Site, out: Path) -> None:

@@ -223,6 +223,20 @@ def test_an_open_page_asks_again_once_its_cookie_is_gone(anywhere, locked):
     context.close()
 
 
+def test_signing_out_ends_this_browsers_access_alone(anywhere, locked):
+    contexts = [anywhere.new_context() for _ in range(2)]
+    pages = [context.new_page() for context in contexts]
+    for page in pages:
+        page.goto(locked.address)
+        wait_ready(page)
+    pages[0].get_by_role("tab", name="Preferences", exact=True).click()
+    pages[0].click("text=Sign out")
+    pages[0].wait_for_selector("text=Loft is locked")
+    assert contexts[0].cookies() == [] and pages[1].reload().status == 200
+    for context in contexts:
+        context.close()
+
+
 def test_a_name_in_a_header_is_text(anywhere, locked):
     """What a request says of itself stands in the refusal, and is not HTML there."""
     page = anywhere.new_page()
