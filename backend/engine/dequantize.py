@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from backend.catalog.spec import TensorAt
+from backend.engine.gguf_blocks import table
 from backend.schema.messages import Trouble
 
 Pieces = Mapping[str, torch.Tensor]
@@ -40,6 +41,7 @@ class Dequantizer:
     """A quantized weight; `decode` makes its numbers from its bytes, which are those of its pieces one after the other (`pieces_of`)."""
 
     at: TensorAt
+    _looked: list[bool] = field(default_factory=list, compare=False, repr=False)
 
     def decode(self, raw: torch.Tensor) -> torch.Tensor:
         """float32, `at.shape`, on the device of `raw` (uint8, (at.nbytes,)). Raises Trouble for a factor that is no finite number."""
@@ -52,13 +54,14 @@ class Dequantizer:
                 part.view(dtype).view(piece.shape) if piece.nbytes else part.new_empty(piece.shape, dtype=dtype)
             )
             start += piece.nbytes
-        for role, tensor in pieces.items():
+        for role, tensor in {} if self._looked else pieces.items():
             if role != "weight" and tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
                 raise Trouble(
                     "not_finite",
                     f"A factor of {self.at.key} in {self.at.file.name} is NaN or infinite.",
                     hint="The model's file is damaged.",
                 )
+        self._looked.append(True)  # at the first time: each look waits for all that runs on a card
         numbers = FORMS[made.form](pieces, dict(made.settings), made.whole)
         if made.rows is not None:
             numbers = numbers[made.rows[0] : made.rows[1]]
@@ -106,7 +109,7 @@ def _convrot_int4(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> 
 def _w4a8(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
     """Levels times the group's factor are ROUNDED to an int8 before the channel's factor, as the kernel does."""
     codes, groups = _nibbles(pieces["weight"]), pieces["groups"].float()
-    values = pieces["levels"].float()[codes.long()] if "levels" in pieces else codes.float() - 8
+    values = pieces["levels"].float()[codes.int()] if "levels" in pieces else codes.float() - 8
     values = values.view(shape[0], groups.shape[1], -1).mul_(groups[:, :, None]).round_().clamp_(-127, 127)
     return _rotated(values.view(shape).mul_(pieces["scale"].float().reshape(-1, 1)), settings["group"])
 
@@ -139,11 +142,11 @@ def _bitsandbytes_4bit(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]
     """Levels times the largest magnitude of a block; blocks run over the flattened matrix, the high nibble comes first."""
     count, absmax = math.prod(shape), pieces["absmax"]
     if "nested_absmax" in pieces:
-        inner = pieces["nested_levels"].float()[absmax.long()]
+        inner = pieces["nested_levels"].float()[absmax.int()]
         outer = pieces["nested_absmax"].float().repeat_interleave(settings["nested_block"])[: inner.numel()]
         absmax = inner.mul_(outer).add_(settings["offset"])
     codes = _nibbles(pieces["weight"].reshape(1, -1), high_first=True).reshape(-1)[:count]
-    levels = pieces["levels"].float()[codes.long()]
+    levels = pieces["levels"].float()[codes.int()]
     return levels.mul_(absmax.float().repeat_interleave(settings["block"])[:count]).view(shape)
 
 
@@ -181,7 +184,7 @@ def _nibbles(data: torch.Tensor, *, high_first: bool = False) -> torch.Tensor:
 
 
 def _e2m1(codes: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(_E2M1, dtype=torch.float32, device=codes.device)[codes.long()]
+    return table(_E2M1, codes.device)[codes.int()]
 
 
 def _powers(exponents: torch.Tensor) -> torch.Tensor:
@@ -212,7 +215,7 @@ def _by_run(numbers: torch.Tensor, scale: torch.Tensor, shape: tuple[int, ...]) 
 
 def _rotated(weight: torch.Tensor, group: int) -> torch.Tensor:
     """Groups of inputs times the regular Hadamard matrix H4 (x) H4 ... / sqrt(group), which is its own inverse."""
-    four = torch.tensor(_H4, dtype=torch.float32, device=weight.device)
+    four = table(_H4, weight.device)
     matrix = four
     while matrix.shape[0] < group:
         matrix = torch.kron(matrix, four)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
+PIECE, CARD_PIECE = 1 << 20, 1 << 24  # numbers read at a time: each step of a formula makes as many again, in float32
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # the 16 levels of the IQ4 types
 
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # of 4-bit floats, doubled
@@ -32,8 +34,14 @@ class Blocks:
     def decode(self, raw: torch.Tensor) -> torch.Tensor:
         """The numbers (float32) of `raw` (uint8, all bytes of the tensor), on its device."""
         assert raw.numel() == self.nbytes, "the bytes are not those of the shape"
-        _, nbytes, read = TYPES[self.kind]
-        return read(raw.reshape(-1, nbytes)).reshape(self.shape)
+        size, nbytes, read = TYPES[self.kind]
+        blocks, step = raw.reshape(-1, nbytes), (PIECE if raw.device.type == "cpu" else CARD_PIECE) // size
+        if len(blocks) <= step:
+            return read(blocks).reshape(self.shape)
+        found = torch.empty(len(blocks), size, dtype=torch.float32, device=raw.device)
+        for start in range(0, len(blocks), step):
+            found[start : start + step].copy_(read(blocks[start : start + step]).reshape(-1, size))
+        return found.reshape(self.shape)
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
@@ -81,7 +89,14 @@ def _iq4_nl(blocks):
 
 
 def _level(codes: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(_IQ4, dtype=torch.float32, device=codes.device)[codes.long()]
+    return table(_IQ4, codes.device)[codes.int()]
+
+
+@lru_cache(maxsize=64)
+def table(values: tuple, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """`values` on `device`, brought there once: each time would wait for all that runs there."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=dtype, device=device)
 
 
 def _pairs(values: torch.Tensor) -> torch.Tensor:
@@ -169,7 +184,7 @@ def _nvfp4(blocks):
 
 
 def _doubled(codes: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(_E2M1, dtype=torch.float32, device=codes.device)[codes.long()]
+    return table(_E2M1, codes.device)[codes.int()]
 
 
 def _tq1_0(blocks):
@@ -182,7 +197,7 @@ def _tq1_0(blocks):
 
 
 def _ternary(values: torch.Tensor, count: int, width: int) -> torch.Tensor:
-    powers = torch.tensor([3**place for place in range(count)], dtype=torch.int32, device=values.device)
+    powers = table(tuple(3**place for place in range(count)), values.device, torch.int32)
     rest = (values.int().reshape(-1, 1, width) * powers[:, None]) & 255
     return ((rest * 3 >> 8) - 1).flatten(1).float()
 

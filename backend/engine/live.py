@@ -50,7 +50,7 @@ def _staging_bytes(modules: Mapping[str, object], device: torch.device) -> int:
 
 def _sum(tensors: Iterable[torch.Tensor], device: torch.device, *, but: Mapping[int, object] | None = None) -> int:
     """Bytes of `tensors` on `device`, each place once, without storages in `but`."""
-    here = [one for one in tensors if one.device == device and one.untyped_storage()._cdata not in (but or {})]
+    here = [one for one in tensors if memory.is_on(one, device) and one.untyped_storage()._cdata not in (but or {})]
     return sum({one.data_ptr(): one.nbytes for one in here}.values())
 
 
@@ -202,7 +202,7 @@ class _Seen(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         given: set[int] | None = None
         for one in result if isinstance(result, tuple | list) else (result,):
-            if not isinstance(one, torch.Tensor) or one.device != self.device:
+            if not isinstance(one, torch.Tensor) or not memory.is_on(one, self.device):
                 continue
             storage = one.untyped_storage()
             if storage._cdata not in self.alive:

@@ -6,9 +6,11 @@ private, so a change of a weight never reaches the file.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import mmap
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +18,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from backend.catalog.spec import PartSpec, TensorAt
-from backend.engine import light, shortage
+from backend.engine import light, memory, shortage
 from backend.engine.dequantize import TORCH_DTYPES, Dequantizer, pieces_of
 from backend.engine.gguf_blocks import TYPES, Blocks
+from backend.engine.pump import Upload
 from backend.schema.classes import class_of
 from backend.schema.messages import Trouble
 
@@ -41,11 +44,18 @@ def load_part(
     memory ran out as it is.
     """
     module = build_meta(part)
-    total, done = part.nbytes, 0
-    maps = open_maps(part.files) if maps is None else maps
+    total, done, device = part.nbytes, 0, torch.device(device)
+    maps = open_maps(part.files, private=memory.is_ram(device)) if maps is None else maps
+    upload = None if memory.is_ram(device) else Upload(device)
     own = {*dict(module.named_parameters(remove_duplicate=False)), *dict(module.named_buffers(remove_duplicate=False))}
     for name, at in part.tensors.items():
         if name not in own:  # markers, and what merged files carry along
+            continue
+        if upload is not None and name not in part.scales and _is_plain(at):
+            assign(module, name, upload.tensor(at, dtype))
+            done += at.nbytes
+            if on_bytes:
+                on_bytes(done, total)
             continue
         stored = tensor = view(at, maps[at.file]) if at.packed is None else read_tensor(at)
         if name in part.scales:
@@ -60,6 +70,8 @@ def load_part(
         done += at.nbytes
         if on_bytes:
             on_bytes(done, total)
+    if upload is not None:
+        upload.close()
     move_rest(module, device)
     return module.eval().requires_grad_(False)
 
@@ -157,13 +169,14 @@ def _check(module: torch.nn.Module, part: PartSpec) -> None:
             )
 
 
-def open_maps(files: Iterable[Path]) -> dict[Path, mmap.mmap]:
-    """Private mappings of `files`; a mapping lives as long as a tensor that looks into it."""
+def open_maps(files: Iterable[Path], *, private: bool = True) -> dict[Path, mmap.mmap]:
+    """Mappings of `files`; a mapping lives as long as a tensor that looks into it. What is written to `private` ones never reaches the file; Windows
+    sets memory aside for all of each. Others may not be written to."""
     maps = {}
     for path in files:
         try:
             with path.open("rb") as file:
-                maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY if private else mmap.ACCESS_READ)
         except FileNotFoundError:
             raise Trouble("missing_file", f"{path} is no longer there.", hint="Was it moved or renamed?") from None
         except (OSError, ValueError) as error:
@@ -189,7 +202,22 @@ def view(at: TensorAt, mapped: mmap.mmap) -> torch.Tensor:
     if at.start % dtype.itemsize:
         return _in_order(torch.frombuffer(bytearray(mapped[at.start : at.end]), dtype=dtype).view(at.shape), at)
     count = at.nbytes // dtype.itemsize
-    return _in_order(torch.frombuffer(mapped, dtype=dtype, count=count, offset=at.start).view(at.shape), at)
+    with _quiet() if memoryview(mapped).readonly else contextlib.nullcontext():
+        found = torch.frombuffer(mapped, dtype=dtype, count=count, offset=at.start)
+    return _in_order(found.view(at.shape), at)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch warns that a mapping may not be written to, which nobody does."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        yield
+
+
+def _is_plain(at: TensorAt) -> bool:
+    """Whether the file holds the tensor's numbers one after the other."""
+    return at.packed is None and not at.swapped and at.dtype in TORCH_DTYPES and at.nbytes > 0
 
 
 def _in_order(tensor: torch.Tensor, at: TensorAt) -> torch.Tensor:

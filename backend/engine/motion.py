@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from backend.engine.dequantize import Dequantizer
+from backend.engine.gguf_blocks import Blocks
 from backend.engine.quantize import has_special, is_float8
 from backend.engine.staging import Buffers, Fetcher, Order, Slot
 from backend.engine.stream import Layout, lay_out, views
@@ -44,7 +46,10 @@ class Motion:
         self._streamed: dict[int, Unit] = {}
         self._placeholders: dict[tuple, torch.Tensor] = {}
         self._casts: dict[int, tuple] = {}
-        self._factors: dict[tuple[int, int], tuple[Source, torch.Tensor]] = {}
+        self._factors: dict[tuple[int, int], tuple[Source, torch.Tensor]] = {}  # one a row, on the device
+        self._numbers: dict[
+            tuple[int, int], tuple[Source, torch.Tensor]
+        ] = {}  # of one number, for layers that multiply with codes
 
     def plan(self, streamed: Iterable[Unit], cast_bytes: int) -> None:
         """Sizes the buffers for blocks that are to be fetched and for layers that are to be cast. No memory is taken before it is needed."""
@@ -162,14 +167,26 @@ class Motion:
 
     def _give_factor(self, unit: Unit, source: Source, index: int) -> None:
         """Tells a layer what its codes are to be multiplied with: a float32 tensor, of one number or of one a row."""
-        known = self._factors.get((unit.position, index))
-        if known is None or known[0] is not source:
-            factor = source.factors[index]
-            if not isinstance(factor, torch.Tensor):
-                factor = torch.full((1,), factor, dtype=torch.float32, device=self.device)
-            known = self._factors[unit.position, index] = (source, factor.to(self.device))
+        factor = self._factor(unit, source, index)
+        if not isinstance(factor, torch.Tensor):
+            known = self._numbers.get((unit.position, index))
+            if known is None or known[0] is not source:
+                number = torch.full((1,), factor, dtype=torch.float32, device=self.device)
+                known = self._numbers[unit.position, index] = (source, number)
+            factor = known[1]
         for owner, _ in unit.targets[index]:
-            owner.__dict__[FACTOR] = known[1]
+            owner.__dict__[FACTOR] = factor
+
+    def _factor(self, unit: Unit, source: Source, index: int) -> float | torch.Tensor | Blocks | Dequantizer:
+        """What tensor `index` is multiplied with; one a row lies on the computing device, where it was brought once."""
+        known = self._factors.get((unit.position, index))
+        if known is not None and known[0] is source:
+            return known[1]
+        factor = source.factors[index]
+        if isinstance(factor, torch.Tensor):
+            factor = factor.to(self.device)
+            self._factors[unit.position, index] = (source, factor)
+        return factor
 
     def unbind(self, unit: Unit, index: int) -> None:
         self.bind(unit, index, self.placeholder(unit, index))
@@ -244,6 +261,7 @@ class Motion:
         self.fetcher.close()
         self._placeholders.clear()
         self._factors.clear()
+        self._numbers.clear()
 
     def _ahead(self) -> tuple[int, ...]:
         return tuple(self._order.ahead(self.fetched.count))
@@ -254,9 +272,11 @@ class Motion:
         if layout not in slot.views:
             slot.views[layout] = views(slot.buffer, layout)
         for index, out in zip(indices, slot.views[layout], strict=True):
-            if source.special[index] is None:
+            if (
+                source.special[index] is None and stored[index].device.type == "cpu"
+            ):  # a card's own cast knows such codes
                 source.special[index] = is_float8(stored[index].dtype) and has_special(stored[index])
-            convert(stored[index], out, source.factors[index], source.special[index])
+            convert(stored[index], out, self._factor(layer.unit, source, index), source.special[index])
 
 
 def source_of(unit: Unit) -> Source:

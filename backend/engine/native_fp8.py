@@ -105,7 +105,9 @@ def product(x: torch.Tensor, codes: torch.Tensor, factor: torch.Tensor) -> torch
     """x (..., i) times (codes (o, i) * factor)^T: (..., o) in the dtype of x. `factor` float32, (1,) or (o,)."""
     rows = x.reshape(-1, x.shape[-1])
     up, down = scales(rows)
-    rounded = (rows * up.to(rows.dtype)).to(torch.float8_e4m3fn)
+    rounded = (
+        (rows * up.to(rows.dtype)).to(torch.float8_e4m3fn).contiguous()
+    )  # the kernels take rows that lie one after the other
     one = torch.ones(1, dtype=torch.float32, device=x.device)
     single = factor.numel() == 1
     exact = x.device.type == "cpu" and x.dtype is torch.float32

@@ -24,10 +24,13 @@ class Pinned:
 
     device: torch.device  # that the bytes will be copied to
     expected_bytes: int
-    limit_bytes: int | None = None  # of the process; None: its share of RAM
+    limit_bytes: int | None = (
+        None  # of the process; None: its share of RAM, which the processes of a run divide among them
+    )
     new_piece: Callable[[int], torch.Tensor] = lambda nbytes: allocate(nbytes, torch.device("cpu"), pinned=True)
     _rest: torch.Tensor | None = None  # of the last piece
     _taken: int = 0  # bytes of pieces; not every device counts for itself
+    _most_bytes: int = LARGEST_PIECE << 8  # that the system may give at once, as far as is known
 
     def take(self, nbytes: int) -> torch.Tensor | None:
         """`nbytes` of pinned RAM (uint8), or None where that would be too much or the system gives no more."""
@@ -46,9 +49,14 @@ class Pinned:
         self._rest = None
 
     def _piece(self, size: int) -> torch.Tensor | None:
-        limit = int(memory.ram()[0] * SHARE) if self.limit_bytes is None else self.limit_bytes
+        """Half as much, and half of that, down to `size`, where there is less. What was refused once is not asked for again: each refusal can take
+        seconds."""
+        limit = self.limit_bytes
+        if limit is None:
+            limit = int(memory.ram()[0] * SHARE / memory.processes_here())
         left = limit - max(memory.pinned(self.device), self._taken)
-        for nbytes in (piece_bytes(size, self.expected_bytes), power_of_two(size)):
+        least, nbytes = power_of_two(size), min(piece_bytes(size, self.expected_bytes), self._most_bytes)
+        while nbytes >= least:
             if nbytes <= left:
                 try:
                     piece = self.new_piece(nbytes)
@@ -57,9 +65,11 @@ class Pinned:
                     MemoryError,
                     OSError,
                 ):  # locked memory has limits of its own: WSL's, a container's, Windows'
-                    return None
-                self._taken += nbytes
-                return piece
+                    self._most_bytes = nbytes // 2
+                else:
+                    self._taken += nbytes
+                    return piece
+            nbytes //= 2
         return None
 
 

@@ -222,10 +222,18 @@ class Placement:
         elif unit.position in self._may_prepare:
             self._enter(unit, self.states.preparing)
             self._may_prepare.discard(unit.position)
+            self._begin_next(unit)
         else:
             return True
         self._residence.finish()
         return unit.ready is None
+
+    def _begin_next(self, unit: Unit) -> None:
+        """The next block that is to stay comes while `unit` computes."""
+        position = min(self._may_prepare, key=lambda one: (one < unit.position, one), default=None)
+        if position is not None:
+            following = next(one for one in self.units if one.position == position)
+            self._residence.begin(following, self.states.preparing, self.motion.fetcher.send)
 
     def _fill(self, on_bytes: Callable[[int, int], None] | None) -> None:
         done = 0
@@ -258,6 +266,7 @@ class Placement:
         self.passes.clear()
         self.calls.clear()
         self.motion.empty()
+        self._residence.forget()
 
     def _enter(self, unit: Unit, state: State) -> None:
         """Brings the weights of `unit` into `state`, and gives them to the modules for good where that is how the computation takes them."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+CARD_CHUNK = 1 << 26
 CHUNK = 1 << 19  # numbers cast at a time: one MiB of bfloat16 stays in the second-level cache
 
 
@@ -56,8 +57,8 @@ def exponent_for(weight: torch.Tensor, dtype: torch.dtype) -> int:
     """The power of two that scales the largest number of `weight` to just inside the range of `dtype`; 0 for zeros and NaN."""
     if weight.numel() == 0:
         return 0
-    low, high = torch.aminmax(weight.detach())  # makes no copy, as abs() would
-    largest = max(-float(low), float(high)) if not math.isnan(float(low)) else math.nan
+    low, high = torch.stack(torch.aminmax(weight.detach())).tolist()  # makes no copy of the weight, as abs() would
+    largest = max(-low, high) if not math.isnan(low) else math.nan
     if not (0.0 < largest < math.inf):
         return 0
     return max(-100, min(100, math.floor(math.log2(_BY_DTYPE[dtype].largest / largest))))
@@ -70,10 +71,10 @@ def store(weight: torch.Tensor, codes: torch.Tensor) -> int:
     if exponent == 0:
         codes.copy_(weight)
         return 0
-    source, target = weight.reshape(-1), codes.view(-1)
-    for start in range(0, source.numel(), CHUNK):
-        piece = source[start : start + CHUNK].to(torch.float32)
-        target[start : start + CHUNK].copy_(piece * 2.0**exponent)
+    source, target, chunk = weight.reshape(-1), codes.view(-1), _chunk(weight.device)
+    for start in range(0, source.numel(), chunk):
+        piece = source[start : start + chunk].to(torch.float32)
+        target[start : start + chunk].copy_(piece * 2.0**exponent)
     return exponent
 
 
@@ -95,9 +96,26 @@ def cast(
     else:
         _cast_by_chunks(codes.reshape(-1), out.view(-1), number, has_special(codes) if special is None else special)
     if isinstance(factor, torch.Tensor):
-        shaped = factor.reshape(factor.shape + (1,) * (out.ndim - factor.ndim))
-        out.copy_(out.to(torch.float32).mul_(shaped.to(device=out.device, dtype=torch.float32)))
+        multiply(out, out, factor)
     return out
+
+
+def multiply(numbers: torch.Tensor, out: torch.Tensor, factor: float | torch.Tensor) -> None:
+    """Writes `numbers` times `factor` (one number, or a float32 tensor of one a row) to `out`, computed in float32 and rounded once; a strip of
+    rows at a time, so that beside `out` little memory is taken. `factor` is best where `out` is: bringing it waits for all that runs there."""
+    single = not isinstance(factor, torch.Tensor) or factor.numel() == 1
+    if isinstance(factor, torch.Tensor):
+        factor = factor.to(device=out.device, dtype=torch.float32)
+        factor = factor.reshape(()) if single else factor.reshape(-1, *[1] * (out.ndim - 1))
+    rows = max(1, _chunk(out.device) // max(1, out[:1].numel())) if out.ndim else 1
+    for start in range(0, out.shape[0] if out.ndim else 1, rows):
+        part = slice(start, start + rows) if out.ndim else ...
+        out[part].copy_(numbers[part].to(torch.float32) * (factor if single else factor[part]))
+
+
+def _chunk(device: torch.device) -> int:
+    """Numbers to work on at a time: what stays in a processor's cache; on a card a whole matrix, but for the largest."""
+    return CHUNK if device.type == "cpu" else CARD_CHUNK
 
 
 def _cast_by_torch(codes: torch.Tensor, out: torch.Tensor, factor: float) -> None:

@@ -7,6 +7,7 @@ of the size of the largest tensor, so that loading never needs more than what is
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from backend.engine import load, memory
 from backend.engine.pinned import Pinned
 from backend.engine.pump import Pump
+from backend.engine.staging import Arrival
 from backend.engine.states import State
 from backend.engine.stream import Layout, allocate, lay_out, spans_of, views
 from backend.engine.units import Stored, Unit, convert, stored_layout
@@ -33,12 +35,17 @@ class Residence:
         self._nbytes = nbytes
         self._pinned: Pinned | None = None
         self._pump: Pump | None = None
+        self._coming: dict[tuple[int, State], tuple[torch.Tensor, Arrival]] = {}
 
     def bring(self, unit: Unit, state: State, source: Stored | None) -> Stored | None:
         """The weights of `unit` in `state`, copied from `source` where that holds the same numbers, else from the file; None on disk."""
         if state.on_disk:
             return None
         layout = stored_layout(unit, state.dtype)
+        buffer, arrive = self._coming.pop((unit.position, state), (None, None))
+        if arrive is not None:
+            arrive()
+            return Stored(layout, source.factors, source.special, state, views(buffer, layout), buffer, layout.nbytes)
         if memory.is_ram(state.device) and memory.is_ram(self.computing):
             return self._in_ram(unit, state, layout)
         buffer = self._buffer(layout.nbytes, state.device)
@@ -47,6 +54,22 @@ class Residence:
             buffer.copy_(source.buffer, non_blocking=not memory.is_ram(state.device))
             return Stored(layout, source.factors, source.special, state, views(buffer, layout), buffer, layout.nbytes)
         return self._read_into(unit, state, layout, buffer)
+
+    def begin(self, unit: Unit, state: State, send: Callable[[torch.Tensor, torch.Tensor], Arrival | None]) -> None:
+        """The weights of `unit`, which wait in pinned RAM as `state` wants them, begin to come beside what computes; `bring` finds them."""
+        source = unit.stored
+        if source is None or source.buffer is None or source.layout != stored_layout(unit, state.dtype):
+            return
+        if memory.is_ram(state.device) or (unit.position, state) in self._coming or not source.buffer.is_pinned():
+            return
+        buffer = allocate(source.layout.nbytes, state.device)
+        arrive = send(source.buffer, buffer)
+        if arrive is not None:
+            self._coming[unit.position, state] = buffer, arrive
+
+    def forget(self) -> None:
+        """Nobody comes for what has begun to come."""
+        self._coming.clear()
 
     def finish(self) -> None:
         """Drops the scratch buffers and the mappings; views of a mapping keep it alive."""

@@ -229,7 +229,7 @@ def _layout(pipeline, name: str, mode: str, *, home: str = "", storage: str = ""
     storage = storage or now
     if not home:
         nbytes = sum(math.prod(at.shape) for at in pipeline.spec.parts[name].tensors.values()) * DTYPE_BYTES[storage]
-        room = nbytes <= RAM_SHARE * memory.ram()[1]
+        room = nbytes <= RAM_SHARE * memory.ram()[1] / memory.processes_here()
         known = config.offload_device or config.onload_device
         home = DISK if pipeline.device.type == "cpu" or known == DISK or not room else "ram"
     return config_of(PartLayout(mode, storage, home), str(pipeline.device), computing)

@@ -19,6 +19,7 @@ from backend.engine.pump import Pump, streams_of
 from backend.engine.stream import Span, allocate
 
 START = (None, None, None)
+Arrival = Callable[[], None]  # orders what is launched next behind a copy
 
 
 class Order:
@@ -158,6 +159,15 @@ class Fetcher:
         if self._stream is not None:
             buffer.record_stream(self._stream)
 
+    def send(self, source: torch.Tensor, target: torch.Tensor) -> Arrival | None:
+        """Begins to copy `source`, bytes in RAM, to `target`, which was just made on the device. None, with nothing done, where that would not run beside
+        what computes."""
+        if self._stream is None or not source.is_pinned():
+            return None
+        self.claim(target)
+        event = self._copy(target, source, self._now())
+        return lambda: self._streams.current_stream(self.device).wait_event(event)
+
     def start(self, slot: Slot, source: torch.Tensor | tuple[Span, ...], nbytes: int) -> None:
         """Begins to fill `slot` with a block: spans of files, or bytes in RAM. `wait` before it is read."""
         self.num_bytes += nbytes
@@ -176,7 +186,7 @@ class Fetcher:
             elif self._stream is None:
                 slot.landed = source[:nbytes]
             else:
-                slot.arrived = self._copy(slot.buffer[:nbytes], source[:nbytes], slot)
+                slot.arrived = self._copy(slot.buffer[:nbytes], source[:nbytes], slot.left)
         else:
             if self._stream is None and not memory.is_ram(self.device):
                 slot.aside = allocate(slot.buffer.numel(), memory.RAM) if slot.aside is None else slot.aside
@@ -202,8 +212,13 @@ class Fetcher:
     def leave(self, slot: Slot) -> None:
         """Notes that everything launched so far may still read `slot`."""
         if self._stream is not None:
-            slot.left = self._streams.Event()
-            slot.left.record(self._streams.current_stream(self.device))
+            slot.left = self._now()
+
+    def _now(self) -> object:
+        """The event that everything launched so far is done."""
+        event = self._streams.Event()
+        event.record(self._streams.current_stream(self.device))
+        return event
 
     def settle(self) -> None:
         """Returns when no copy is under way any more: buffers may be freed. (The thread's work is waited for slot by slot.)"""
@@ -233,15 +248,14 @@ class Fetcher:
             return None
 
         def copy(offset: int, piece: torch.Tensor) -> object:
-            return self._copy(slot.buffer[offset : offset + piece.numel()], piece, slot)
+            return self._copy(slot.buffer[offset : offset + piece.numel()], piece, slot.left)
 
         return self._pump.move(source, copy)
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, slot: Slot) -> object:
-        """Begins the copy; the event after which it is done."""
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, left: object) -> object:
+        """Begins the copy, after the event `left`; the event after which it is done."""
         with self._lock, self._streams.stream(self._stream):
-            if slot.left is not None:
-                self._stream.wait_event(slot.left)
+            self._stream.wait_event(left)
             target.copy_(source, non_blocking=True)
             event = self._streams.Event()
             event.record(self._stream)

@@ -19,7 +19,7 @@ from backend.catalog.spec import PartSpec, TensorAt
 from backend.engine.dequantize import Dequantizer
 from backend.engine.gguf_blocks import Blocks
 from backend.engine.load import TORCH_DTYPES, blocks_of, move_rest, read_factor
-from backend.engine.quantize import cast, has_special, is_float8, store
+from backend.engine.quantize import cast, is_float8, multiply, store
 from backend.engine.states import State
 from backend.engine.stream import Layout, Span, lay_out, spans_of
 from backend.schema.messages import Trouble
@@ -241,32 +241,29 @@ def convert(
     target: torch.Tensor,
     factor: float | torch.Tensor | Blocks | Dequantizer,
     special: bool | None,
-) -> tuple[float | torch.Tensor, bool]:
+) -> tuple[float | torch.Tensor, bool | None]:
     """Writes `source` x `factor` to `target` in the latter's dtype. Answers what `target` must still be multiplied with, and whether
-    it has codes that are no finite number."""
+    it has codes that are no finite number (None: nobody has looked)."""
     if isinstance(factor, Blocks | Dequantizer):
         source, factor = factor.decode(source), 1.0
     if source.dtype == target.dtype:
         target.copy_(source)
-        return factor, special if special is not None else is_float8(target.dtype) and has_special(target)
+        return factor, special if is_float8(target.dtype) else False
     if is_float8(target.dtype):
         exact = source if not is_float8(source.dtype) else _cast_new(source, factor)
         exponent = store(exact, target)
-        return 2.0**-exponent, exponent == 0 and has_special(target)
+        return 2.0**-exponent, None if exponent == 0 else False
     if is_float8(source.dtype):
         cast(source, target, factor=factor, special=special)
     elif isinstance(factor, torch.Tensor) or factor != 1.0:
-        number = factor.reshape(-1, *[1] * (source.ndim - 1)) if isinstance(factor, torch.Tensor) else factor
-        target.copy_(
-            source.to(torch.float32) * (number.to(source.device) if isinstance(number, torch.Tensor) else number)
-        )
+        multiply(source, target, factor)
     else:
         target.copy_(source)
     return 1.0, False
 
 
 def _cast_new(codes: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
-    return cast(codes, torch.empty(codes.shape, dtype=torch.float32), factor=factor)
+    return cast(codes, torch.empty(codes.shape, dtype=torch.float32, device=codes.device), factor=factor)
 
 
 def move_others(module: nn.Module, units: list[Unit], device: torch.device) -> None:

@@ -17,7 +17,7 @@ from backend.catalog.entries import listed_paths, split_id
 from backend.catalog.identify import identify_files, identify_model
 from backend.catalog.spec import ModelSpec
 from backend.catalog.text import listed
-from backend.engine import finite
+from backend.engine import finite, memory
 from backend.engine.load import load_part, open_maps
 from backend.families import FAMILIES, by_name
 from backend.schema.messages import Trouble
@@ -105,7 +105,8 @@ def load_parts(
             module = frozen.place(base.spec.parts[name], kept[name], device=device, split_bytes=split_bytes)
         elif quantised and name in quantised:
             spec = base.spec.parts[name]
-            maps = open_maps(spec.files)
+            private = before_rounding is not None or memory.is_ram(device)  # a LoRA is merged into weights in place
+            maps = open_maps(spec.files, private=private)
             module = load_part(spec, dtype=dtype, device="cpu", maps=maps)
             if before_rounding:
                 before_rounding(name, module)

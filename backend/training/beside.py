@@ -51,8 +51,9 @@ class Beside:
             for name in chunk:
                 gradient = self.weights[name].grad
                 if gradient is not None:
-                    place = self._arriving.setdefault(name, _in_ram(gradient))
-                    place.copy_(gradient.detach(), non_blocking=True)
+                    if name not in self._arriving:
+                        self._arriving[name] = _in_ram(gradient)
+                    self._arriving[name].copy_(gradient.detach(), non_blocking=True)
                     gradient.record_stream(self.stream)
             return self.stream.record_event()
 

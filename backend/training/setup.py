@@ -258,7 +258,9 @@ def make_learner(config, load: Loader, source: Source) -> tuple[Learner, Adapter
             load.merge_preset(name, module)
 
     parts = {
-        name: module for name, module in load(needed, to_train=True, before_rounding=merge).items() if name in needed
+        name: module
+        for name, module in load(needed, to_train=True, before_rounding=merge if rounded else None).items()
+        if name in needed
     }
     plain_on_cpu(parts["dit"], tokens=max(map(source.pixels, range(len(source.items)))) // 256)
     if merging and not rounded:

@@ -85,4 +85,4 @@ def nbytes(value, *, elsewhere: bool = False) -> int:
 
 def fits_beside(num_bytes: int) -> bool:
     """Whether RAM has room for a copy of so many bytes while the next step computes."""
-    return num_bytes <= RAM_SHARE * memory.ram()[1]
+    return num_bytes <= RAM_SHARE * memory.ram()[1] / memory.processes_here()
