@@ -7,12 +7,14 @@ through together, `r` LoRA rank. Where a family computes with functions of its o
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 
 from backend.catalog.method import Method
+from backend.catalog.sizes import published
 from backend.catalog.text import ends_with
 from backend.engine import vision_tower
 from backend.engine.load import checked_network
@@ -23,7 +25,7 @@ LORA = Method()
 
 def build(network: str, config: dict, dtype: torch.dtype) -> torch.nn.Module:
     """The network "package:Class" with parameters of `dtype`; call it under fake tensors. Sizes that a class keeps in float32 stay so."""
-    name, kind = network.rpartition(":")[2], checked_network(network)
+    name, kind = network.rpartition(":")[2], _class_of(network)
     with _default(dtype):
         if hasattr(kind, "config_class"):
             config = {**config, "attn_implementation": "sdpa"}
@@ -36,6 +38,14 @@ def build(network: str, config: dict, dtype: torch.dtype) -> torch.nn.Module:
 
         qwen_image.prepare("vae", module)
     return module.eval().requires_grad_(False)
+
+
+def _class_of(network: str) -> type:
+    """The class: a network that the estimate knows by name may be spelt by its library alone ("diffusers:AutoencoderKL")."""
+    package, _, name = network.partition(":")
+    if package in ("diffusers", "transformers") and name in published()["networks"]:
+        return getattr(importlib.import_module(package), name)
+    return checked_network(network)
 
 
 @contextlib.contextmanager
@@ -274,6 +284,8 @@ def add_lora(
             dropout = 0.1 if method.dropout else 0.0
             settings = peft_config(method.algorithm, wanted, rank=rank, alpha=rank, dropout=dropout)
             peft.inject_adapter_in_model(settings, module)
+        for weight in [one for one in module.parameters() if one.requires_grad and one.dtype != dtype]:
+            weight.data = weight.data.to(dtype)  # of some adapters peft takes over the dtype of the layer
         for layer in module.modules():
             if isinstance(chances := getattr(layer, "module_dropout", None), dict):
                 chances.update(dict.fromkeys(chances, _Never()))

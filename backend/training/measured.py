@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
-from backend.catalog import foresee, learnt
+from backend.catalog import foresee, learnt, needed
 from backend.catalog.arrangement import Fixed
+from backend.catalog.estimate import point_of
 from backend.catalog.plan import fixed_of
 from backend.catalog.sizes import ModelSizes, sizes_of
+from backend.catalog.work import work_of_training
 from backend.engine import live
 from backend.engine.memory import probe
 from backend.schema.places import places
@@ -75,10 +78,12 @@ def _both(run) -> dict[str, list[int]]:
 
 
 def is_known(run) -> bool:
-    """Whether the estimate has forms of what trains: the denoiser's weights, or a plain LoRA on them, in one process."""
-    plain = run.adapter is None or (run.adapter.algorithm == "lora" and run.learner.lean)
-    alone = run.accelerator.num_processes == 1 and not run.config.training.task.startswith("direct_distill")
-    return plain and alone and all(name.startswith("dit.") for name in run.weights)
+    """Whether the estimate has forms of what trains, and so nothing to guess: the denoiser's weights, or adapters on them, in one process."""
+    if run.accelerator.num_processes > 1 or not all(name.startswith("dit.") for name in run.weights):
+        return False
+    sizes, (work, own) = _sizes(run), work_of_training(run.config, _sizes(run))
+    work = replace(work, **known_of(run.peaks.largest), **samples_of(run))
+    return not needed.is_guess(sizes, work, own, point_of(sizes, work), on_cpu=run.device.type == "cpu")
 
 
 def _highest(both: dict[str, list[int]]) -> tuple[int, int]:
