@@ -151,7 +151,8 @@ def panel(
         f"{_fit_button(found, fit)}</div>"
     )
     scale = max([found.card.total_bytes, *(bar.high_bytes + _outside(bar) for bar in found.bars)])
-    bars = "".join(_bar(bar, scale, found.card.total_bytes) for bar in found.bars)
+    ends = "Memory ends here" if found.card.device == "cpu" else "The card ends here"
+    bars = "".join(_bar(bar, scale, found.card.total_bytes, ends) for bar in found.bars)
     return f'<div class="plan">{head}{refused}<div class="plan-bars">{bars}</div>{_legend(found)}{_more(found)}{_cards(what_if)}</div>'
 
 
@@ -194,8 +195,8 @@ def _outside(bar: Bar) -> int:
     return sum(nbytes for name, nbytes in bar.segments if name in ("reserve", "used by others"))
 
 
-def _bar(bar: Bar, scale: int, total: int) -> str:
-    """One phase: segments from the left, the card's end as a line, the peak's band as a bracket."""
+def _bar(bar: Bar, scale: int, total: int, ends: str) -> str:
+    """One phase: segments from the left, the end of the memory as a line, the peak's band as a bracket."""
     pieces = "".join(
         f'<i style="width:{nbytes / scale * 100:.2f}%;background:{_colour(name)}" '
         f'title="{safe(part_words(name))}: {size_words(nbytes)}"></i>'
@@ -203,7 +204,7 @@ def _bar(bar: Bar, scale: int, total: int) -> str:
     )
     low, high = bar.low_bytes / scale * 100, bar.high_bytes / scale * 100
     band = f'<u style="left:{low:.2f}%;width:{max(high - low, 0.4):.2f}%" title="Peak: {size_words(bar.low_bytes)} to {size_words(bar.high_bytes)}"></u>'
-    end = f'<s style="left:{min(total / scale * 100, 100):.2f}%" title="The card ends here"></s>'
+    end = f'<s style="left:{min(total / scale * 100, 100):.2f}%" title="{ends}"></s>'
     return (
         f'<span class="plan-phase">{safe(PHASE_WORDS.get(bar.phase, bar.phase))}</span>'
         f'<span class="plan-bar">{pieces}{band}{end}</span><span class="plan-peak">{size_words(bar.high_bytes)}</span>'
@@ -256,4 +257,4 @@ def _cards(what_if: str) -> str:
         f' aria-pressed="{str(value == what_if).lower()}">{words}</button>'
         for value, words in choices
     )
-    return f'<div class="plan-cards" role="group" aria-label="Card to plan for">{buttons}</div>'
+    return f'<div class="plan-cards" role="group" aria-label="Memory to plan for">{buttons}</div>'

@@ -12,20 +12,21 @@ import shlex
 import sys
 from pathlib import Path
 
-from backend.catalog import download, report
+from backend.catalog import download, questions, remedy, report
 from backend.catalog.arrangement import Work
-from backend.catalog.plan import plan
+from backend.catalog.plan import fixed_of, plan, surely_fits
 from backend.catalog.refused import check_training
 from backend.catalog.sizes import ModelSizes, sizes_of
 from backend.catalog.spec import ModelSpec
-from backend.catalog.speed import source_of, what_if
+from backend.catalog.speed import Speed, source_of, what_if
 from backend.catalog.work import work_of_defaults
 from backend.schema import knobs
 from backend.schema.messages import Trouble
+from backend.schema.places import places
 from backend.schema.preferences import Preferences
 from backend.schema.request import GenerationRequest
 from backend.schema.training import TrainingConfig
-from backend.schema.vram import Remedy
+from backend.schema.vram import Card, Remedy, VramPlan
 
 MOST_FRAMES = 1000
 MOST_RAM_GIB = 65536
@@ -40,7 +41,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> None:
-    """MODEL [--card 12GiB | --card rtx3060 | --cards 8GiB,12GiB] [--ram GIB] [--size WxH[xFRAMES]] [--exact] [--train FLAGS]."""
+    """MODEL [--card 12GiB | --card rtx3060 | --cards 8GiB,12GiB] [--ram GIB] [--size WxH[xFRAMES]] [--exact] [--free GIB] [--train FLAGS]."""
     said = parser().parse_args(argv)
     try:
         show(said)
@@ -63,13 +64,14 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--exact", action="store_true", help="nothing that changes results: no FP8, no tiles, no 8-bit optimizer"
     )
+    found.add_argument("--free", metavar="GIB", help="what if so much more memory were free, such as 1.2")
     found.add_argument("--train", nargs=argparse.REMAINDER, help="plan a training run; what follows are its flags")
     return found
 
 
 def show(said: argparse.Namespace) -> None:
     """Prints the plan, or one line a card. Raises Trouble or ValueError with a sentence, before anything is printed."""
-    names, ram, size = _cards(said), _ram(said.ram), _size(said.size)
+    names, ram, size, more = _cards(said), _ram(said.ram), _size(said.size), _free(said.free)
     cards = [what_if(name, ram_gib=ram) for name in names]
     sizes = sizes_of(_model(said.model))
     job = _job(said, size, sizes)
@@ -77,13 +79,41 @@ def show(said: argparse.Namespace) -> None:
     preferences = Preferences(allow_fp8=lossy, allow_tiles=lossy, allow_8bit_optimizer=lossy)
     for name, (card, speed) in zip(names, cards, strict=True):
         found = plan(sizes, card, job, preferences, speed=speed)
-        print(
-            f"{sizes.title} on {name}: {report.line(found)}"
-            if said.cards is not None
-            else report.table(
-                found, card, title=sizes.title, taken=_as_flags(job, found.remedy), speed=source_of(speed, card.device)
-            )
-        )
+        if said.cards is not None:
+            print(f"{sizes.title} on {name}: {report.line(found)}")
+            continue
+        taken, source = _as_flags(job, found.remedy), source_of(speed, card.device)
+        asked = _answers(sizes, card, job, preferences, found, speed=speed, more=more)
+        print(report.table(found, card, title=sizes.title, taken=taken, speed=source, answers=asked))
+
+
+def _answers(
+    sizes: ModelSizes, card: Card, job, preferences: Preferences, found: VramPlan, *, speed: Speed, more
+) -> list[str]:
+    """What one asks next, answered."""
+    fixed = fixed_of(card)
+    told = questions.answers(
+        sizes,
+        remedy.State(job, preferences, card),
+        found,
+        lambda state: surely_fits(sizes, state, fixed=fixed),
+        plan_of=lambda state: plan(sizes, state.card, job, preferences, speed=speed),
+        more_gib=more,
+        disk_free=questions.free_of(places().models),
+    )
+    return [one.words for one in told]
+
+
+def _free(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        gib = float(text.lower().removesuffix("gib").removesuffix("gb"))
+    except ValueError:
+        gib = math.nan
+    if not 0 < gib <= MOST_RAM_GIB:
+        raise ValueError(f"--free is {text!r}; it is an amount in GiB above 0, such as 1.2.")
+    return gib
 
 
 def _as_flags(job, helps: Remedy | None) -> str:

@@ -155,7 +155,7 @@ def _with(found: VramPlan) -> str:
 
 def _priced(step) -> str:
     return (
-        f"{step.sentence} About {step.slowdown:.2g} times the seconds of that phase."
+        f"{step.sentence} About {step.slowdown:.2g} times the seconds of the whole job."
         if step.slowdown >= 1.05
         else step.sentence
     )

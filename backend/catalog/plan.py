@@ -16,7 +16,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from backend.catalog import learnt, options, remedy, sentences, stored, training
+from backend.catalog import learnt, options, questions, remedy, sentences, stored, training
 from backend.catalog.arrangement import CPU_FIXED, DENOISERS, Fixed, Layout, PartLayout, Work
 from backend.catalog.estimate import point_of
 from backend.catalog.options import FP8, Option, Terms
@@ -364,6 +364,33 @@ def plan_here(
     known = known or learnt.known_of(file, card, sizes.family, job)
     found = plan(sizes, card, job, preferences, speed=speed, fixed=fixed, known=known)
     return replace(found, seconds=learnt.seconds_of(file, card, sizes.family, learnt.kind_of(job)) or found.seconds)
+
+
+def answers_here(
+    spec,
+    card: Card,
+    job,
+    preferences: Preferences | None,
+    *,
+    user: Path,
+    known: dict | None = None,
+    more_gib: float | None = None,
+    disk_free: tuple[int, str] | None = None,
+) -> tuple[questions.Answer, ...]:
+    """What is worth asking about `plan_here`, with answers (`questions.answers`)."""
+    sizes = spec if isinstance(spec, ModelSizes) else sizes_of(spec, folder=user / "memory")
+    preferences, file = preferences or Preferences(), user / "measured.json"
+    fixed = learnt.corrected(fixed_of(card), card, sizes.family, file, kind=learnt.kind_of(job))
+    known = known or learnt.known_of(file, card, sizes.family, job)
+    return questions.answers(
+        sizes,
+        remedy.State(job, preferences, card),
+        plan_here(sizes, card, job, preferences, user=user, known=known),
+        lambda state: surely_fits(sizes, state, fixed=fixed, known=known_of_changed(known, job, state.job)),
+        plan_of=lambda state: plan_here(sizes, state.card, job, preferences, user=user, known=known),
+        more_gib=more_gib,
+        disk_free=disk_free,
+    )
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from backend.schema.vram import GIB, Card, VramPlan
 
 
-def table(found: VramPlan, card: Card, *, title: str = "", taken: str = "", speed: str = "") -> str:
-    """Phases as rows, then what was done and why. `taken`: the advice as flags. `speed`: where the seconds are from."""
+def table(
+    found: VramPlan, card: Card, *, title: str = "", taken: str = "", speed: str = "", answers: Sequence[str] = ()
+) -> str:
+    """Phases as rows, then what was done and why. `taken`: the advice as flags. `speed`: where the seconds are from.
+    `answers`: to what one asks next."""
     rows = [("phase", "weights", "staging", "working", "adapter", "peak low", "peak high", "RAM", "seconds")]
     for phase in found.phases:
         rows.append(
@@ -36,6 +41,7 @@ def table(found: VramPlan, card: Card, *, title: str = "", taken: str = "", spee
         *filter(None, [taken]),
         *(f"- {_priced(step)}" for step in found.steps),
         *filter(None, [found.disk_words, speed]),
+        *answers,
     ]
     return "\n".join([said, *lines, *end, *_for_scripts(found)])
 

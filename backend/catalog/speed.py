@@ -76,7 +76,7 @@ def speed_named(card: cards.CardFacts) -> Speed:
 
 def _without_card(ram_gib: float) -> Card:
     total, free = int(ram_gib * GIB), int(ram_gib * GIB * 0.85)
-    return Card("cpu", "a machine without a card", total, free, reserve_bytes=min(total // 16, GIB), ram_total_bytes=total, ram_free_bytes=free,
+    return Card("cpu", "a CPU", total, free, reserve_bytes=min(total // 16, GIB), ram_total_bytes=total, ram_free_bytes=free,
                 dtypes=tuple(one for one in DTYPES if one != "float16"), measured=False)  # fmt: skip
 
 

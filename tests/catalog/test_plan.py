@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -190,6 +192,41 @@ def test_the_ladder_on_smaller_and_smaller_cards():
         assert found.verdict == "green", (gib, found.advice)
     assert kinds[48] == {"park"}
     assert "stream:dit" in kinds[24] | kinds[8] and "park" in kinds[8]
+
+
+def test_sentences_agree_with_the_plan_and_with_each_other():
+    """By rules, over random plans: where parts wait, how many blocks stay, what rungs cost together; without a card nothing speaks of one."""
+    seen = set()
+    for sizes, job, preferences, gib, ram in random_cases(150):
+        card = card_of(gib, ram)[0]
+        on_cpu = gib in (8, 24)
+        if on_cpu:
+            card = what_if("cpu", ram_gib=ram)[0]
+        found = plan(sizes, card, job, preferences)
+        words = " ".join(step.sentence for step in found.steps)
+        assert "No block" not in words
+        if on_cpu:
+            assert not re.search(r"\b(card|GPU|VRAM)\b", f"{words} {found.advice}", re.IGNORECASE), words
+            assert "in RAM" not in words.replace("of RAM", "")
+        homes = {config.offload_device for config in found.configs.values() if config.offload_device}
+        park = next((step.sentence for step in found.steps if step.rung == "park"), "")
+        if park and not on_cpu:
+            assert ("in RAM" in park) == ("cpu" in homes) and ("on disk" in park) == ("disk" in homes), (park, homes)
+        for step in found.steps:
+            kind, _, part = step.rung.partition(":")
+            seen.add(kind)
+            assert step.slowdown >= 1
+            if kind == "disk":
+                assert "disk" in homes and "in RAM" not in step.sentence
+            if kind == "stream" and part == "dit" and "dit2" not in sizes.parts:
+                stay = len(found.resident_blocks["dit"])
+                count = stay + len(found.streamed_blocks["dit"])
+                assert f"all {count} blocks" in step.sentence if not stay else f"{stay} of {count}" in step.sentence
+        if found.verdict == "green" and not on_cpu:
+            roomy = plan(sizes, card_of(4096, 32768)[0], job, Preferences(allow_fp8=False))
+            longer = found.seconds[1] / roomy.seconds[1]
+            assert math.prod(step.slowdown for step in found.steps) == pytest.approx(longer, rel=0.02), found.steps
+    assert seen >= {"park", "fp8", "stream", "disk", "checkpoint", "halves"}
 
 
 def test_streaming_keeps_as_many_blocks_as_fit_and_says_so():
