@@ -176,6 +176,77 @@ def _sdnq(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Te
     return codes.reshape(shape)
 
 
+def _svdquant(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
+    """(codes x factors) / smoothing + up @ down."""
+    rows, columns = shape
+    weight = _svdquant_residual(pieces, settings, rows, columns)
+    down, up = pieces["down"].float().reshape(columns, -1), pieces["up"].float()
+    rank = down.shape[1]
+    return weight.addmm_(_in_lanes(up, rows // 16, rank // 16, False), _in_lanes(down, columns // 16, rank // 16, True))
+
+
+def _svdquant_residual(pieces: Pieces, settings: Mapping, rows: int, columns: int) -> torch.Tensor:
+    """Codes of a warp: 128 rows x 64 columns a tile, eight codes a word, lowest bits first, words in the order of the lanes."""
+    tiles = pieces["weight"].reshape(rows // 128, columns // 64, 8, 8, 4, 2, 2, 4)
+    codes = _nibbles(tiles)  # (row tile, column tile, pack, row lane, column lane, row of pack, column of pack, code)
+    codes = codes.permute(0, 2, 5, 3, 1, 6, 4, 7).reshape(rows, columns)
+    if settings["kind"] == "nvfp4":
+        scale = pieces["scale"].view(torch.uint8).reshape(rows // 128, columns // 64, 8, 4, 4, 4)
+        scale = (
+            scale.permute(0, 4, 3, 2, 1, 5).reshape(rows, columns // 16).contiguous().view(torch.float8_e4m3fn).float()
+        )
+        if "channel" in pieces:
+            scale = scale * _of_lanes(pieces["channel"], rows, 1)
+        if "whole" in pieces:
+            scale = scale * pieces["whole"].float().reshape(())
+        numbers = _e2m1(codes)
+    else:
+        scale = _of_lanes(pieces["scale"], rows, columns // 64)
+        numbers = torch.where(codes > 7, codes.float() - 16, codes.float())
+    numbers = _by_run(numbers, scale, (rows, columns))
+    return numbers.div_(_of_lanes(pieces["smooth"], columns, 1).view(1, -1))
+
+
+def _of_lanes(packed: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
+    """16-bit factors as (rows, groups): four of a warp's 128 rows lie in a lane, pairs eight rows apart."""
+    return packed.float().reshape(rows // 128, groups, 8, 4, 2, 2).permute(0, 2, 4, 3, 5, 1).reshape(rows, groups)
+
+
+def _in_lanes(packed: torch.Tensor, packs: int, ranks: int, down: bool) -> torch.Tensor:
+    """A low-rank factor out of its tiles of 16 x 16: (16 packs, 16 ranks), or for `down` (16 ranks, 16 packs)."""
+    tiles = packed.reshape(packs, ranks, 8, 4, 2, 2, 2).permute(0, 1, 4, 2, 5, 3, 6).reshape(packs, ranks, 16, 16)
+    if down:
+        return tiles.permute(1, 2, 0, 3).reshape(16 * ranks, 16 * packs)
+    return tiles.permute(0, 2, 1, 3).reshape(16 * packs, 16 * ranks)
+
+
+def _svdquant_bias(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
+    """The bias; where codes are given, with what the kernel's shift of its input by 0.171875 takes off put back."""
+    rows = shape[0]
+    bias = _of_lanes(pieces["bias"], rows, 1).reshape(rows)
+    if "weight" in pieces:
+        columns = 2 * pieces["weight"].numel() // rows
+        bias = bias + 0.171875 * _svdquant_residual(pieces, settings, rows, columns).double().sum(1).float()
+    return bias
+
+
+def _svdquant_modulation(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
+    """AWQ words: four rows and runs of 64 columns together; row d * 6 + j is row j * dim + d of the layer."""
+    rows, columns = shape
+    words = pieces["weight"].contiguous().view(torch.int16).int().view(rows // 4, columns // 64, 4, 16)
+    words = words.permute(0, 2, 1, 3).reshape(-1, 1, 8)
+    places = torch.arange(0, 16, 4, device=words.device).view(1, 4, 1)
+    codes = (words >> places & 15).reshape(rows, columns // 64, 64).float()
+    scale, zeros = (pieces[name].float()[: columns // 64].t()[:, :, None] for name in ("scale", "zeros"))
+    return codes.mul_(scale).add_(zeros).view(rows // 6, 6, columns).transpose(0, 1).reshape(rows, columns)
+
+
+def _svdquant_modulation_bias(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
+    bias = pieces["bias"].float().view(-1, 6).t().clone()
+    bias[[1, 4]] -= 1  # added for both scales when the file was made
+    return bias.reshape(-1)
+
+
 def _nibbles(data: torch.Tensor, *, high_first: bool = False) -> torch.Tensor:
     """Two codes a byte, (rows, columns / 2) to (rows, columns) uint8; the low nibble is the first unless `high_first`."""
     data = data.view(torch.uint8)
@@ -236,4 +307,8 @@ FORMS: dict[str, Callable[[Pieces, Mapping, tuple[int, ...]], torch.Tensor]] = {
     "bitsandbytes_int8": _bitsandbytes_int8,
     "quanto_bits": _quanto_bits,
     "sdnq": _sdnq,
+    "svdquant": _svdquant,
+    "svdquant_bias": _svdquant_bias,
+    "svdquant_modulation": _svdquant_modulation,
+    "svdquant_modulation_bias": _svdquant_modulation_bias,
 }

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.torch
 CASES = Path(__file__).parents[1] / "cases" / "forms"
 ALL = {path.parent.name: json.loads(path.read_text()) for path in sorted(CASES.glob("*/answer.json"))}
 EXPECTED = load_file(CASES / "expected.safetensors")  # of every parameter its largest magnitude and 128 numbers
-NOT_READ = {"svdquant_int4": "SVDQuant INT4", "fp8_upcast_scale_left": "scale_weight"}
+NOT_READ = {"fp8_upcast_scale_left": "scale_weight"}
 READ = [name for name, case in ALL.items() if case["outcome"] == "weights" and name not in NOT_READ]
 
 
@@ -52,7 +52,9 @@ def test_read_right(name):
     part = part_of(name)
     check(name, load_part(part, dtype=torch.float32).state_dict())
     size = (CASES / name / ALL[name]["file"]).stat().st_size
-    assert 0.7 * size < part.nbytes <= size
+    assert (
+        0.7 * size < part.nbytes <= size * (1.2 if name == "svdquant_int4" else 1)
+    )  # tensors of which several weights are made
 
 
 DISK = dict.fromkeys(("offload_device", "onload_device", "preparing_device"), "disk")

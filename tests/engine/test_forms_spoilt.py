@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from backend.catalog.identify import identify_model
+from backend.engine.dequantize import FORMS
 from backend.engine.load import load_part
 from backend.families import FAMILIES
 from backend.schema.messages import Trouble
@@ -276,6 +277,75 @@ def _without_layer(file: File) -> File:
     return file
 
 
+def _svdquant(said: str | None = "int4", **change: torch.Tensor | None) -> File:
+    """A second layer of an MLP, 128 x 128, in the lanes' order, as 4-bit floats or integers by `said`."""
+    file, layer = File(), "transformer_blocks.0.img_mlp.net.2"
+    roles = {
+        "qweight": torch.zeros(128, 64, dtype=torch.int8),
+        "wscales": torch.ones(2, 128).bfloat16(),
+        "smooth_factor": torch.ones(128).bfloat16(),
+        "smooth_factor_orig": torch.ones(128).bfloat16(),
+        "proj_down": torch.zeros(128, 16).bfloat16(),
+        "proj_up": torch.zeros(128, 16).bfloat16(),
+        **change,
+    }
+    file.put(layer, None, **{role: at for role, at in roles.items() if at is not None})
+    file.tensors[f"{layer}.bias"] = torch.zeros(128).bfloat16()
+    if said is not None:
+        file.metadata["quantization_config"] = json.dumps({"method": "svdquant", "weight": {"dtype": said}})
+    return file
+
+
+def test_svdquant_of_four_bit_floats():
+    """The order of the lanes, number by number."""
+    numbers = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (128, 128), generator=numbers, dtype=torch.uint8)
+    scale = torch.rand(128, 8, generator=numbers).to(torch.float8_e4m3fn)
+    channel, smooth = (
+        torch.rand(128, generator=numbers).bfloat16(),
+        (torch.rand(128, generator=numbers) + 0.5).bfloat16(),
+    )
+    words, factors = torch.zeros(8192, dtype=torch.uint8), torch.zeros(1024, dtype=torch.float8_e4m3fn)
+    vectors = {"channel": torch.zeros_like(channel), "smooth": torch.zeros_like(smooth)}
+    for row in range(128):
+        lane, inner = row % 8, row // 8 % 2
+        for column in range(128):
+            tile, place = divmod(column, 64)
+            register = 2 * inner + place // 32
+            byte = tile * 4096 + ((row // 16 * 8 + lane) * 4 + place % 32 // 8) * 16 + register * 4 + place % 8 // 2
+            words[byte] |= codes[row, column] << 4 * (place % 2)
+        for group in range(8):
+            factors[group // 4 * 512 + (row % 8 * 4 + row // 8 % 4) * 16 + row // 32 * 4 + group % 4] = scale[
+                row, group
+            ]
+        at = row // 16 * 16 + row % 8 // 2 * 4 + row // 8 % 2 * 2 + row % 2
+        vectors["channel"][at], vectors["smooth"][at] = channel[row], smooth[row]
+    change = {
+        "qweight": words.view(torch.int8).view(128, 64),
+        "wscales": factors.view(8, 128),
+        "wcscales": vectors["channel"],
+    }
+    file = _svdquant("fp4_e2m1_all", **change, smooth_factor=vectors["smooth"], wtscale=torch.tensor([0.25]))
+    layer = "transformer_blocks.0.img_mlp.net.2"
+    pieces = {name.removeprefix(f"{layer}."): at for name, at in file.tensors.items() if name.startswith(f"{layer}.")}
+    found = FORMS["svdquant"](
+        {
+            "weight": pieces["qweight"],
+            "scale": pieces["wscales"],
+            "channel": pieces["wcscales"],
+            "whole": pieces["wtscale"],
+            "smooth": pieces["smooth_factor"],
+            "down": pieces["proj_down"],
+            "up": pieces["proj_up"],
+        },
+        {"kind": "nvfp4"},
+        (128, 128),
+    )
+    levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+    exact = levels[codes.long()] * scale.double().repeat_interleave(16, 1) * channel.double()[:, None] * 0.25
+    assert torch.allclose(found.double(), exact / smooth.double(), rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", READ)
 def test_read_right(name, tmp_path):
     file = READ[name]()
@@ -427,6 +497,12 @@ REFUSED: dict[str, tuple[Callable[[], File], str]] = {
     "sdnq without a configuration": (lambda: _stored(weight=PACKED.flatten(), scale=torch.ones(48, 1), zero_point=torch.ones(48, 1)), "SDNQ"),
     "gptq": (lambda: _stored(qweight=PACKED.int(), qzeros=EIGHT.int(), scales=torch.ones(1, 48)), "GPTQ or AWQ"),
     "svdquant": (lambda: _stored(qweight=EIGHT[:, :24].clone(), wscales=torch.ones(1, 48), smooth=torch.ones(48)), "SVDQuant INT4"),
+    "svdquant without its header": (lambda: _svdquant(None), "SVDQuant INT4"),
+    "svdquant in an older spelling": (lambda: _svdquant(lora_down=torch.ones(128, 16)), "SVDQuant INT4"),
+    "svdquant without its low-rank part": (lambda: _svdquant(proj_up=None), "proj_up is missing"),
+    "svdquant that says floats": (lambda: _svdquant("fp4_e2m1_all"), "quantization_config says"),
+    "svdquant in other groups": (lambda: _svdquant(wscales=torch.ones(4, 128).bfloat16()), "does not fit"),
+    "svdquant with a zero point": (lambda: _svdquant(wzeros=torch.ones(2, 128).bfloat16()), "wzeros"),
     "hqq": (lambda: _stored(W_q=PACKED, scale=ONE, zero=ONE), "HQQ"),
     "compressed-tensors": (lambda: _stored(weight_packed=EIGHT.int(), weight_scale=torch.ones(48, 1)), "compressed-tensors"),
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """How each weight of a model is stored, decided from everything that its files say: the one owner of storage forms.
 
 Read in this order: `layer` (a weight and what is known of it), `evidence` (how that is gathered), then the forms: `factors` (scaled FP8 and INT8),
-`comfy`, `torchao`, `bitsandbytes`, `quanto`, `sdnq`, `vendors`. Each says whether a layer is its, and as what it is read. The rule: a marker,
+`comfy`, `torchao`, `bitsandbytes`, `quanto`, `sdnq`, `svdquant`, `vendors`. Each says whether a layer is its, and as what it is read. The rule: a marker,
 prefix or companion that is not understood never counts as absent. A weight is read right, or refused in a sentence that names its form.
 `backend.engine.dequantize` has for each form the formula.
 """
@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from backend.catalog.forms import bitsandbytes, comfy, factors, quanto, sdnq, torchao, vendors
+from backend.catalog.forms import bitsandbytes, comfy, factors, quanto, sdnq, svdquant, torchao, vendors
 from backend.catalog.forms.evidence import COMPANIONS, gather
 from backend.catalog.forms.layer import ACTIVATIONS, FLOAT8, FLOATS, HINT, MARKERS, Decision, Layer, not_read, refusal
 from backend.catalog.gguf import NOT_READ
@@ -26,6 +26,7 @@ FORMS: tuple[Callable[[Layer], Decision | None], ...] = (  # the most particular
     bitsandbytes.match,
     quanto.match,
     sdnq.match,
+    svdquant.match,
     comfy.match,
     vendors.modelopt,
     vendors.named,

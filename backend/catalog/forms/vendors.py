@@ -6,7 +6,7 @@ from backend.catalog.forms.comfy import kept_rows, tiled
 from backend.catalog.forms.layer import Decision, Layer, check_roles, check_tensor, not_read, packed, refusal
 
 NAMED = (  # roles that only one form has -> its name
-    (("wscales", "wcscales", "wtscale", "smooth_factor", "smooth_factor_orig", "smooth", "proj_down"), ""),
+    (("wscales", "smooth_factor", "smooth_factor_orig", "smooth"), "SVDQuant INT4 (Nunchaku)"),
     (("qzeros", "g_idx"), "GPTQ or AWQ"),
     (("W_q",), "HQQ"),
     (("weight_packed",), "compressed-tensors"),
@@ -43,13 +43,7 @@ def named(layer: Layer) -> Decision | None:
     """Refuses what is known by tensors that only one form has."""
     for roles, title in NAMED:
         if layer.has(*roles):
-            raise not_read(layer, title or _svdquant(layer))
+            raise not_read(layer, title)
     if layer.has("qweight"):
         raise not_read(layer, "SVDQuant, GPTQ or AWQ")
     return None
-
-
-def _svdquant(layer: Layer) -> str:
-    weight = layer.about.config.get("weight")
-    kind = str(weight.get("dtype", "")) if isinstance(weight, dict) else ""
-    return f"SVDQuant {'NVFP4' if 'fp4' in kind else 'INT4'} (Nunchaku)"
