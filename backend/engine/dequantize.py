@@ -173,7 +173,8 @@ def _sdnq(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Te
     codes = codes.mul_(scale.reshape(-1, 1))
     if "zero" in pieces:
         codes = codes.add_(pieces["zero"].float().reshape(-1, 1))
-    return codes.reshape(shape)
+    weight = codes.reshape(shape)
+    return weight.addmm_(pieces["up"].float(), pieces["down"].float()) if "up" in pieces else weight
 
 
 def _svdquant(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:

@@ -18,7 +18,7 @@ READ = {
     "int2": ("U8", 2),
     "uint2": ("U8", 2),
 }
-OFF = ("use_svd", "use_hadamard", "use_codebook", "use_codebook_scale", "use_quantized_matmul", "quant_conv")
+OFF = ("use_hadamard", "use_codebook", "use_codebook_scale", "use_quantized_matmul", "quant_conv")
 OTHERS = ("scale_dtype", "zero_point_dtype")
 
 
@@ -33,7 +33,7 @@ def match(layer: Layer) -> Decision | None:
         )
     kind = config.get("weights_dtype")
     title = f"SDNQ {str(kind)[:20]}"
-    if layer.has("svd_up", "svd_down", "scale_2", "zero_point_scale") or kind not in READ:
+    if layer.has("scale_2", "zero_point_scale") or kind not in READ:
         raise not_read(layer, title)
     if any(config.get(key) for key in (*OFF, "modules_dtype_dict", "modules_quant_config")):
         raise not_read(
@@ -51,13 +51,22 @@ def _read(layer: Layer, title: str, kind: str) -> Decision:
     check_tensor(layer, title, "weight", (dtype,))
     count = math.prod(at.shape) * 8 // bits
     fine = len(scale.shape) in (2, 3) and scale.shape[-1] == 1 and scale.shape[0]
-    groups = math.prod(scale.shape)
-    if not fine or count % groups or (bits == 8 and at.shape[0] != scale.shape[0]):
+    groups, bias = math.prod(scale.shape), layer.tensors.get("bias")
+    rows = scale.shape[0] if groups > 1 or bias is None or len(bias.shape) != 1 else bias.shape[0]
+    if not fine or count % (rows * groups // math.gcd(rows, groups)) or (groups == 1 and bias is None):
         raise refusal(layer, f"{title} with a scale of shape {list(scale.shape)} for {count} numbers")
+    if bits == 8 and at.shape[0] != rows:
+        raise refusal(layer, f"{title} of the shape {list(at.shape)} with a scale of shape {list(scale.shape)}")
     check_tensor(layer, title, "scale", FLOATS)
     roles = {"weight": "weight", "scale": "scale"}
     if layer.has("zero_point"):
         check_tensor(layer, title, "zero_point", FLOATS, tuple(scale.shape))
         roles["zero"] = "zero_point"
+    if layer.has("svd_up", "svd_down"):
+        check_roles(layer, title, ("svd_up", "svd_down"))
+        rank = layer.tensors["svd_up"].shape[-1] if layer.tensors["svd_up"].shape else 0
+        check_tensor(layer, title, "svd_up", FLOATS, (rows, rank))
+        check_tensor(layer, title, "svd_down", FLOATS, (rank, count // rows))
+        roles |= {"up": "svd_up", "down": "svd_down"}
     settings = {"bits": bits, "signed": not kind.startswith("u")}
-    return packed(layer, "sdnq", title, roles, (scale.shape[0], count // scale.shape[0]), settings)
+    return packed(layer, "sdnq", title, roles, (rows, count // rows), settings)

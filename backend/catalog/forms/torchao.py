@@ -103,8 +103,9 @@ def _scales(layer: Layer, title: str, said: dict, rows: int, columns: int, block
     swizzled = said.get("is_swizzled_scales")
     if not isinstance(swizzled, bool) or columns % block:
         raise refusal(layer, f"{title}, but the header does not say how its scales lie")
-    shape = tiled(rows, columns // block) if swizzled else (rows, columns // block)
-    check_tensor(layer, title, f"{PREFIX}scale", dtypes, shape)
+    tiles = tiled(rows, columns // block)
+    shapes = (tiles, (tiles[0] // 4, tiles[1] * 4)) if swizzled else ((rows, columns // block),)
+    check_tensor(layer, title, f"{PREFIX}scale", dtypes, *shapes)
     return swizzled
 
 
