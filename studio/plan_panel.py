@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from dataclasses import replace
 
 from backend.catalog import remote
@@ -14,6 +15,7 @@ from backend.host import card, tracing
 from backend.schema.knobs import from_values
 from backend.schema.messages import Trouble
 from backend.schema.training import TrainingConfig
+from backend.schema.values import printable
 from backend.schema.vram import GIB, Card
 from backend.training.ahead import Ahead, dataset_changes, look_ahead
 from studio import shelf
@@ -98,7 +100,21 @@ def answers(studio: Studio) -> tuple[int, ...]:
 
 
 def estimate(studio: Studio, model: str, job: object, *, what_if: str) -> PageEstimate:
-    """Raises Trouble for a model of which nothing is known."""
+    """Raises Trouble for a model of which nothing is known, and where no estimate can be made of what the files say."""
+    try:
+        return _estimate(studio, model, job, what_if=what_if)
+    except Trouble:
+        raise
+    except (
+        Exception
+    ) as error:  # an estimate is never worth the page: files of models and of measurements may hold anything
+        traceback.print_exc()
+        raise Trouble(
+            "no_estimate", f"no estimate can be made ({type(error).__name__}: {printable(error)[:200]})."
+        ) from None
+
+
+def _estimate(studio: Studio, model: str, job: object, *, what_if: str) -> PageEstimate:
     sizes, spec, asks = sizes_of_model(studio, model)
     seen = _ahead(studio, job, sizes)
     found = estimate_for_page(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 from backend.catalog.spec import ModelSpec
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import read_object_or_empty
 
 
 def completed(spec: ModelSpec, family: ModuleType) -> ModelSpec:
@@ -91,8 +91,4 @@ def _said(spec: ModelSpec, family: ModuleType, key: str) -> object:
 
 def read_object(path: Path) -> dict:
     """The JSON object in a file; empty where there is none."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
+    return read_object_or_empty(path)

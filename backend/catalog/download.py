@@ -24,6 +24,7 @@ from backend.schema.knobs import from_file_text
 from backend.schema.messages import Trouble
 from backend.schema.places import ASSETS, Places, places
 from backend.schema.preferences import Preferences
+from backend.schema.untrusted import read_bytes
 
 SOURCES = tuple(CLIENTS)
 OnBytes = Callable[[int, int], None]  # done, total
@@ -157,9 +158,11 @@ def _source(source: str | None) -> str:
 def preferences(here: Places | None = None) -> Preferences:
     """What the person set in this data folder; the defaults where nothing is. Raises Trouble("bad_file")."""
     try:
-        return from_file_text(Preferences, ((here or places()).user / "preferences.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return Preferences()
+        return from_file_text(Preferences, read_bytes((here or places()).user / "preferences.json"))
+    except Trouble as trouble:
+        if trouble.kind == "missing_file":
+            return Preferences()
+        raise
 
 
 def download(

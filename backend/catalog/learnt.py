@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import statistics
 import time
 from dataclasses import replace
@@ -13,6 +12,8 @@ from backend.catalog.arrangement import Fixed
 from backend.catalog.speed import device_key, write_json
 from backend.schema.knobs import to_values
 from backend.schema.request import GenerationRequest
+from backend.schema.untrusted import read_object_or_empty
+from backend.schema.values import dicts, finite
 from backend.schema.vram import GIB, Card
 
 TRAINING = "train"
@@ -22,6 +23,9 @@ MATTERS = (  # settings of a run that its memory depends on besides
 )  # fmt: skip
 KEPT = 20  # last runs per device and family
 LIMIT = 2 * GIB  # a correction beyond this means another cause than context and fragments
+
+
+LARGEST = 2.0**60
 
 
 def remember(
@@ -42,7 +46,7 @@ def remember(
     """
     held = corrected(Fixed(), card, family, file, kind=kind).correction(predicted_bytes)
     everything = _read(file)
-    runs = everything.setdefault(_key(card, family), [])
+    runs = everything[_key(card, family)] = dicts(everything.get(_key(card, family)))
     runs.append(
         {
             "kind": kind,
@@ -142,7 +146,19 @@ def last(file: Path, card: Card, family: str, kind: str = "") -> tuple[int, int,
 
 def _runs(file: Path, card: Card, family: str) -> list[dict]:
     """What is known of the device and family; entries of another form are passed over."""
-    return [run for run in _read(file).get(_key(card, family), []) if "measured_live" in run]
+    return [run for run in dicts(_read(file).get(_key(card, family))) if _is_whole(run)]
+
+
+def _is_whole(run: dict) -> bool:
+    """Whether an entry holds what it should, each of its type."""
+    numbers = (run.get("measured_live"), run.get("predicted_live"), run.get("seconds"), run.get("correction", 0))
+    known = run.get("known", {})
+    return (
+        isinstance(run.get("kind"), str)
+        and all(finite(one, low=-LARGEST, high=LARGEST) is not None for one in numbers)
+        and isinstance(known, dict)
+        and all(isinstance(value, str | bool) or finite(value) is not None for value in known.values())
+    )
 
 
 def _key(card: Card, family: str) -> str:
@@ -150,8 +166,4 @@ def _key(card: Card, family: str) -> str:
 
 
 def _read(file: Path) -> dict:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return read_object_or_empty(file)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -18,6 +17,7 @@ from backend.catalog.lora_kind import identify_lora, lora_of
 from backend.catalog.remembered import Memory, lora_from_values, model_from_values, write_json
 from backend.catalog.spec import LoraSpec, ModelSpec
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import read_object_or_empty
 
 LONGEST_VALUE = 48 * 1024  # of metadata kept in a listing
 MARK = 32  # characters kept of a picture: enough to say that there is one
@@ -77,11 +77,8 @@ def scan_models(
 
 def read_corrections(user: Path) -> dict[str, str]:
     """path -> family, as corrected by hand; kept in the folder for what belongs to the user."""
-    try:
-        values = json.loads((user / CORRECTIONS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return {str(path): str(family) for path, family in values.items()} if isinstance(values, dict) else {}
+    values = read_object_or_empty(user / CORRECTIONS)
+    return {path: family for path, family in values.items() if isinstance(family, str)}
 
 
 def correct_family(user: Path, path: Path, family: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -11,7 +13,11 @@ from types import ModuleType
 
 from backend.catalog.spec import LoraSpec, ModelSpec, Packed, PartSpec, TensorAt
 from backend.schema.messages import Trouble, trouble_from_values
+from backend.schema.typed import checked
+from backend.schema.untrusted import name_of, read_object_or_empty
+from backend.schema.values import printable
 
+MOST_MEMORY_BYTES = 2**29
 VERSION = 5  # of what is remembered: raised when recognition changes
 PLACES = ("path", "tokenizer", "processor")  # fields of a ModelSpec that are paths
 
@@ -30,18 +36,23 @@ class Memory:
         """What `look()` says of `path`, or what was remembered of this very size and time; a Trouble is an answer too."""
         name, stamp = os.fspath(path), [status.st_size, status.st_mtime_ns]
         kept = self.known.get(name)
-        if kept is not None and kept["stamp"] == stamp:
-            self.seen[name] = kept
+        if isinstance(kept, dict) and kept.get("stamp") == stamp:
             try:
-                return _rebuilt(kept, path, rebuild)
-            except (KeyError, TypeError, ValueError):
-                pass
+                answer = _rebuilt(kept, path, rebuild)
+                self.seen[name] = kept
+                return answer
+            except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+                pass  # not as it was written: looked at anew
         self.changed = True
         try:
             answer = look()
             values = {"spec": _values(answer)} if answer is not None else {"none": True}
         except Trouble as trouble:
             answer, values = placed(trouble, path), {"trouble": trouble.to_values()}
+        except Exception as error:  # whatever a stranger has put into a file is no reason to hide the others
+            traceback.print_exc()
+            why = Trouble("unreadable", f"{name_of(path)} cannot be read: {printable(error)[:200]}.")
+            answer, values = placed(why, path), {"trouble": why.to_values()}
         self.seen[name] = {"stamp": stamp, **values}
         return answer
 
@@ -60,10 +71,9 @@ def _read(path: Path, key: list) -> dict[str, dict]:
     kept = _KEPT.get(path)
     if kept is not None and stamp is not None and kept[0] == stamp and kept[1] == key:
         return kept[2]
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        files = values["files"] if values["key"] == key else {}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    values = read_object_or_empty(path, most=MOST_MEMORY_BYTES)
+    files = values.get("files") if values.get("key") == key else None
+    if not isinstance(files, dict):
         return {}
     _KEPT[path] = (stamp, key, files)
     return files
@@ -92,12 +102,13 @@ def write_json(path: Path, values: dict) -> None:
             file.flush()
             os.fsync(file.fileno())
         making.replace(path)
-    except OSError:
-        making.unlink(missing_ok=True)
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError):
+            making.unlink(missing_ok=True)
 
 
 def _rebuilt(kept: dict, path: Path, rebuild: Callable):
-    if "trouble" in kept:
+    if isinstance(kept.get("trouble"), dict):
         return placed(trouble_from_values(kept["trouble"]), path)
     return None if "none" in kept else rebuild(kept["spec"], path)
 
@@ -118,9 +129,9 @@ def _values(spec: LoraSpec | ModelSpec) -> dict:
 
 
 def lora_from_values(values: dict, path: Path) -> LoraSpec:
-    return LoraSpec(
-        path=path, **{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-    )
+    """The spec that was remembered. Raises one of several errors where the values are of other types."""
+    plain = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    return checked(LoraSpec(path=path, **plain))
 
 
 def _part_values(part: PartSpec) -> dict:
@@ -169,15 +180,12 @@ def _part_from_values(values: dict) -> PartSpec:
 
     folder = values.pop("folder")
     read = {"tensors": tensors(values.pop("tensors")), "scales": tensors(values.pop("scales"))}
-    return PartSpec(**values, **read, folder=Path(folder) if folder else None)
+    return checked(PartSpec(**values, **read, folder=Path(folder) if folder else None))
 
 
 def model_from_values(values: dict, path: Path) -> ModelSpec:
     values = dict(values)
     parts = {name: _part_from_values(dict(part)) for name, part in values.pop("parts").items()}
     places = {name: Path(found) if (found := values.pop(name)) else None for name in PLACES}
-    return ModelSpec(
-        parts=parts,
-        **places,
-        **{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()},
-    )
+    plain = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    return checked(ModelSpec(parts=parts, **places, **plain))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 import shutil
 import struct
@@ -29,6 +28,7 @@ from backend.catalog.remembered import write_json
 from backend.catalog.spec import ModelSpec
 from backend.schema.messages import Trouble, trouble_from_values
 from backend.schema.places import Places, places
+from backend.schema.untrusted import read_object
 
 FIRST_BYTES = 2**15  # most headers of shards are shorter
 KEPT_SECONDS = 30 * 86400.0
@@ -97,13 +97,13 @@ def _keep(home: Path, said: dict) -> None:
 
 def _read(path: Path) -> dict | None:
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        said = read_object(path)
         return (
             said
             if isinstance(said, dict) and isinstance(said["time"], float) and ("lengths" in said or "trouble" in said)
             else None
         )
-    except (OSError, ValueError, KeyError):
+    except (Trouble, KeyError):
         return None
 
 

@@ -19,6 +19,8 @@ from backend.catalog.rounded import is_rounded, saved_bytes
 from backend.catalog.spec import ModelSpec, PartSpec
 from backend.schema.messages import Trouble
 from backend.schema.places import ASSETS
+from backend.schema.untrusted import read_object_or_empty
+from backend.schema.values import dicts
 from backend.schema.vram import DTYPE_BYTES
 
 MEMORY = ASSETS / "memory"
@@ -159,11 +161,10 @@ def tables(folder: Path | None = None) -> dict[str, dict]:
 def _tables(folder: Path | None, changed: int) -> dict[str, dict]:
     found: dict[str, dict] = {}
     for path in sorted(MEMORY.glob("*.json")) + (sorted(folder.glob("*.json")) if folder else []):
-        try:
-            listed = json.loads(path.read_text(encoding="utf-8")).get("tables", ())
-        except ValueError:
-            continue  # half-written elsewhere: the folder changes again when it is whole
-        for table in listed:
+        # One that is half-written elsewhere is empty: the folder changes again when it is whole.
+        for table in dicts(read_object_or_empty(path, most=2**28).get("tables"), most=10_000):
+            if not isinstance(table.get("key"), str) or not isinstance(table.get("forms", {}), dict):
+                continue
             found[table["key"]] = _merged(found.get(table["key"], {}), table)
     return found
 

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from backend.catalog import cards
+from backend.schema.untrusted import read_object_or_empty
+from backend.schema.values import finite
 from backend.schema.vram import DTYPES, Card
 
 GIB = 2**30
@@ -97,19 +99,27 @@ def _card(name: str, gib: float, ram_gib: float, reserve_gib: float) -> Card:
 def speed_of(card: Card, file: Path | None = None) -> Speed:
     """The rates measured on this device (in `file`, written by `remember`), else those assumed for its name."""
     here = card.measured or card.device.startswith("cuda")  # others are remembered without their names
-    if file is not None and here and file.is_file():
-        try:
-            kept = json.loads(file.read_text(encoding="utf-8")).get(device_key(card))
-            if kept:
-                return Speed(**kept)
-        except (ValueError, TypeError):
-            pass  # a damaged calibration is no calibration
+    if file is not None and here:
+        kept = _calibration(read_object_or_empty(file).get(device_key(card)))
+        if kept is not None:
+            return kept
     if card.device == "cpu":
         return ASSUMED_CPU
     found = cards.card_named(card.name)
     if found is not None:
         return speed_named(found)
     return ASSUMED if not card.measured else replace(ASSUMED, source=UNKNOWN.format(card.name or "without a name"))
+
+
+def _calibration(kept: object) -> Speed | None:
+    """What a file says of a device's speed; a damaged calibration is no calibration."""
+    rates = ("flops", "link_bytes", "disk_bytes", "memory_bytes", "spread")
+    if not isinstance(kept, dict) or any(finite(kept.get(name, 1.8), low=1e-3, high=1e30) is None for name in rates):
+        return None
+    try:
+        return Speed(**kept)
+    except TypeError:
+        return None
 
 
 def source_of(speed: Speed, device: str) -> str:
@@ -127,12 +137,7 @@ def in_float32(speed: Speed) -> Speed:
 
 def remember(card: Card, speed: Speed, file: Path) -> None:
     """Keeps a calibration of `card` for `speed_of`."""
-    known = {}
-    if file.is_file():
-        try:
-            known = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError:
-            known = {}
+    known = read_object_or_empty(file)
     known[device_key(card)] = asdict(speed)
     write_json(file, known)
 

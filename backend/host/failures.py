@@ -10,6 +10,8 @@ from backend.host.files import write_text
 from backend.host.snapshot import Answer
 from backend.schema.messages import Trouble, trouble_from_values
 from backend.schema.request import request_from_values, request_to_values
+from backend.schema.untrusted import is_folder, read_object
+from backend.schema.values import LAST_TIME, finite, printable
 
 KEPT = 20
 
@@ -33,7 +35,7 @@ def remove(id: str, folder: Path) -> None:
 def load(folder: Path) -> tuple[Answer, ...]:
     """The newest `KEPT`, the oldest first. Older files are removed, and those that hold no failure."""
     found = []
-    for path in sorted(folder.glob("*.json"), reverse=True) if folder.is_dir() else ():
+    for path in sorted(folder.glob("*.json"), reverse=True) if is_folder(folder) else ():
         answer = _read(path) if len(found) < KEPT else None
         if answer is None:
             remove(path.stem, folder)
@@ -44,8 +46,9 @@ def load(folder: Path) -> tuple[Answer, ...]:
 
 def _read(path: Path) -> Answer | None:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        request, trouble = request_from_values(values["request"]), trouble_from_values(values["trouble"])
-        return Answer(path.stem, request, trouble=trouble, ended_at=float(values.get("ended_at", 0.0)))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, Trouble):
+        values = read_object(path)
+        request, trouble = request_from_values(dict(values["request"])), trouble_from_values(dict(values["trouble"]))
+        at = finite(values.get("ended_at"), low=0, high=LAST_TIME) or 0.0
+        return Answer(printable(path.stem), request, trouble=trouble, ended_at=at)
+    except (ValueError, KeyError, TypeError, Trouble):
         return None

@@ -12,6 +12,8 @@ from pathlib import Path
 from backend.host.files import not_written, write_text
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest, request_from_values, request_to_values
+from backend.schema.untrusted import is_folder, read_object
+from backend.schema.values import LAST_TIME, finite, printable
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,13 @@ def remove(id: str, folder: Path) -> None:
 def load(folder: Path) -> list[Waiting]:
     """All requests in `folder`, the oldest first, each held. Files that hold none are renamed to `.bad` and left out."""
     found = []
-    for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+    for path in sorted(folder.glob("*.json")) if is_folder(folder) else ():
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            request = request_from_values(values["request"])
-            found.append(Waiting(path.stem, request, held=True, submitted_at=float(values.get("submitted_at", 0.0))))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, Trouble):
+            values = read_object(path)
+            request = request_from_values(dict(values["request"]))
+            at = finite(values.get("submitted_at"), low=0, high=LAST_TIME) or 0.0
+            found.append(Waiting(printable(path.stem), request, held=True, submitted_at=at))
+        except (ValueError, KeyError, TypeError, Trouble):
             with contextlib.suppress(OSError):
                 path.replace(path.with_suffix(".bad"))
     return found

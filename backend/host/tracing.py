@@ -17,6 +17,7 @@ from backend.catalog.spec import ModelSpec
 from backend.host import processes
 from backend.host.files import write_text
 from backend.schema.places import Places
+from backend.schema.untrusted import read_object_or_empty
 
 FOLDER = "memory"
 TRACER, READER = "process", "reader"  # notes of which processes they are
@@ -59,10 +60,7 @@ def ask(spec: ModelSpec, places: Places, wants: Mapping[str, Sequence[str]] | No
 
 def _asked(file: Path) -> dict | None:
     """The question that is still open in `file`."""
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    return read_object_or_empty(file) or None
 
 
 def _digest(config: dict) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, replace
 
 from backend.schema.knobs import from_values, knob
+from backend.schema.messages import Trouble
+from backend.schema.values import finite
 
 
 @dataclass(frozen=True)
@@ -96,12 +98,21 @@ def request_to_values(request: GenerationRequest) -> dict[str, object]:
 
 
 def request_from_values(values: dict) -> GenerationRequest:
-    """The request in `values`, each checked. Raises Trouble for an unknown name or a value out of range."""
+    """The request in `values`, each checked. Raises Trouble for an unknown name, a value of another kind or out of range."""
     values = dict(values)
-    loras = tuple(
-        LoraUse(str(item["path"]), float(item.get("strength", 1.0))) for item in values.pop("loras", ()) or ()
-    )
-    return replace(from_values(GenerationRequest, values), loras=loras)
+    listed = values.pop("loras", ()) or ()
+    if not isinstance(listed, list | tuple):
+        raise Trouble("bad_value", f"The LoRAs (loras) are {str(listed)[:80]!r}, which is not a list.")
+    return replace(from_values(GenerationRequest, values), loras=tuple(map(_use, listed)))
+
+
+def _use(item: object) -> LoraUse:
+    """One LoRA of a request. Raises Trouble for what is none."""
+    strength = finite(item.get("strength", 1.0)) if isinstance(item, dict) else None
+    if strength is None or not isinstance(item.get("path"), str):
+        words = f"A LoRA of the request is {str(item)[:80]!r}, which is not a file's path and a strength."
+        raise Trouble("bad_value", words)
+    return LoraUse(item["path"], strength)
 
 
 def result_from_values(values: dict) -> Result:
