@@ -110,6 +110,8 @@ def turning_of(metadata: Mapping[str, str], config: Mapping[str, object], compon
     """
     by_component = fields_of(metadata, config)
     fields = by_component.get(component) or by_component.get("") or {}
+    if "use_cayley_neumann" in metadata and not table(metadata, METADATA):  # PEFT's fields one by one in the header
+        return _from_fields(metadata, "its metadata", name)
     if "use_cayley_neumann" in fields or str(fields.get("peft_type", "")).upper().endswith("OFT"):
         where = METADATA if table(metadata, METADATA) else CONFIG
         found = _from_fields(fields, where, name)

@@ -121,19 +121,22 @@ def _tried(entries: tuple[str, ...], names: tuple[str, ...], source: str) -> dic
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        text=True,
-        encoding="utf-8",
+        bufsize=0,  # so that nothing that was sent is held back here when the rest is read
     )
-    process.stdin.write(json.dumps([entries, names]))
+    process.stdin.write(json.dumps([entries, names]).encode())
     process.stdin.close()
     process.stdin = None
-    process.stdout.readline()  # it has begun: what starting took on a busy machine does not count
+    while process.stdout.read(1) not in (
+        b"\n",
+        b"",
+    ):  # it has begun: what starting took on a busy machine does not count
+        pass
     try:
         said, _ = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
         said, _ = process.communicate()
-    done = dict(json.loads(line) for line in said.splitlines() if line.endswith("]"))
+    done = dict(json.loads(line) for line in said.decode().splitlines() if line.endswith("]"))
     for place, entry in enumerate(entries):
         if place not in done:
             raise Trouble(

@@ -45,7 +45,7 @@ def read_content(source: Source, book: Book) -> tuple[dict[str, Content], dict[s
     """({own module: what changes it}, {what was left out: why}). Raises Trouble for an unusable file, or if nothing is known."""
     grouped, others = group(source.shapes)
     places = {stem: _known(stem, roles, book) for stem, roles in grouped.items()}
-    grouped = lend_alphas(grouped, {stem: found[0] for stem, found in places.items() if found})
+    grouped = lend_alphas(grouped, {stem: found[0] for stem, found in places.items() if found}, source)
     names = {stem: _names(*found) for stem, found in places.items() if found}
     rules = alpha_rules(
         source.metadata,

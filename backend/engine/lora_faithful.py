@@ -15,7 +15,7 @@ import torch
 
 from backend.catalog.adapter import group, innermost, is_adapter, plain
 from backend.catalog.lora_alphas import AlphaRules, alpha_rules
-from backend.catalog.peft_config import CONFIG, METADATA, STEMS, config_beside, others_beside, turning_of
+from backend.catalog.peft_config import CONFIG, METADATA, STEMS, config_beside, fields_of, others_beside, turning_of
 from backend.engine.lora_source import Source
 from backend.schema.messages import Trouble
 
@@ -32,12 +32,18 @@ def kept_meaning(
     if not is_adapter(source.shapes):
         return {}, dict(metadata)
     grouped, _ = group(source.shapes)
-    names = {stem: innermost(plain(stem)).name for stem in grouped}
+    names = _names(source, grouped)
     tensors_say = any("alpha" in roles for roles in grouped.values())
     beside = config_beside(out)
 
     def rules(said: Mapping[str, str], config: Mapping[str, object]) -> AlphaRules:
-        return alpha_rules(said, config, tensors_say=tensors_say, names=names.values(), source=source.name)
+        return alpha_rules(
+            said,
+            config,
+            tensors_say=tensors_say,
+            names=[name for some in names.values() for name in some],
+            source=source.name,
+        )
 
     before, after = rules(source.metadata, source.config), rules(metadata, beside)
     alphas, differs = {}, False
@@ -46,13 +52,36 @@ def kept_meaning(
         if not has_rank or "alpha" in roles:
             continue
         component = innermost(plain(stem)).component or "dit"
-        then, now = (one.scale((names[stem],), component, rank) for one in (before, after))
+        then, now = (one.scale(names[stem], component, rank) for one in (before, after))
         if then != now and rank is None:
             raise _not_kept(source, f"the strength of {plain(stem)}, two whole Kronecker factors, has no tensor")
         if rank:
             alphas[f"{plain(stem)}.alpha"] = torch.tensor(then * rank, dtype=torch.float32)
             differs |= then != now
     return (alphas if differs else {}), _with_turnings(source, grouped, metadata, beside)
+
+
+def _names(source: Source, grouped: Mapping) -> dict[str, tuple[str, ...]]:
+    """What rules for alpha may call each module. Where they have patterns, for dotted names, and the file's are flattened, the family tells.
+
+    Raises Trouble where patterns cannot be tried for that.
+    """
+    readings = {stem: innermost(plain(stem)) for stem in grouped}
+    patterns = any(fields.get("alpha_pattern") for fields in fields_of(source.metadata, source.config).values())
+    flat = patterns and any(reading.prefix.endswith("_") for reading in readings.values())
+    if not flat:
+        return {stem: (reading.name,) for stem, reading in readings.items()}
+    from backend.engine.lora_book import book_of
+    from backend.engine.lora_content import family_for
+    from backend.families import FAMILIES
+
+    book = book_of(family_for(source, FAMILIES), source=source)
+    found = {}
+    for stem, reading in readings.items():
+        known = book.slots(stem)
+        own = (known[0][0].module,) if known and len(known[0]) == 1 else ()
+        found[stem] = (reading.name, *own)
+    return found
 
 
 def _rank(roles: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> tuple[bool, int | None]:

@@ -26,6 +26,7 @@ from backend.engine.lora_body import Change, Dense, Hadamard, Kronecker, LowRank
 from backend.engine.lora_oft import Rotation, turned
 from backend.schema.messages import Trouble
 
+LONGEST = 0.125  # length of a row of the stacked down-projections, nearly
 STATE = "_adapters"  # the attribute that holds a layer's branches
 
 
@@ -117,11 +118,11 @@ def stack(layer: nn.Module, uses: Sequence[tuple[Change, float]]) -> Branches:
 def _balanced(up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same product from factors of which neither is large, so that what lies between them does not overflow in float16.
 
-    Each rank's row of `down` (R, ...) is brought to the length of its column of `up` (o, R), but to 1 at most; by powers of two, which
-    costs no precision.
+    Each rank's row of `down` (R, ...) is brought to the length of its column of `up` (o, R), but to `LONGEST` at most, so that even large
+    inputs are not made larger; by powers of two, which costs no precision.
     """
     rows, columns = down.flatten(1).norm(dim=1), up.norm(dim=0)
-    wanted = (rows * columns).sqrt().clamp(max=1.0)
+    wanted = (rows * columns).sqrt().clamp(max=LONGEST)
     some = (rows > 0) & (columns > 0) & rows.isfinite() & columns.isfinite()
     powers = torch.where(some, torch.exp2(torch.round(torch.log2(rows / wanted.clamp_min(1e-30)))), 1.0)
     powers = torch.where(powers.isfinite() & (powers > 0), powers, 1.0)

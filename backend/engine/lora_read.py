@@ -58,7 +58,9 @@ def read_lora(
     _check_is_adapter(source, grouped, others)
     indexes = _indexes(modules, family, first)
     found = _of_one_expert({stem: resolve(stem, roles, indexes) for stem, roles in grouped.items()})
-    grouped = lend_alphas(grouped, {stem: (p.part, p.slots) for stem, p in found.items() if not isinstance(p, str)})
+    grouped = lend_alphas(
+        grouped, {stem: (p.part, p.slots) for stem, p in found.items() if not isinstance(p, str)}, source
+    )
     wholes, others, resized = _whole_parameters(source, others, found, indexes, modules)
     grouped = {**grouped, **wholes}
     result = ReadLora(num_found=len(grouped))

@@ -12,18 +12,22 @@ from dataclasses import dataclass, field
 import torch
 
 from backend.catalog.adapter import plain
+from backend.engine.lora_alpha import alpha_value
+from backend.engine.lora_source import Source
 from backend.schema.messages import Trouble
 
 TOLERANCE = 1e-6  # of a change's largest number: float32 products of equal factors in another order of summing
 
 
 def lend_alphas(
-    grouped: Mapping[str, Mapping[str, str]], owners: Mapping[str, Hashable]
+    grouped: Mapping[str, Mapping[str, str]], owners: Mapping[str, Hashable], source: Source
 ) -> dict[str, Mapping[str, str]]:
     """`grouped` with every alpha that stands alone under one spelling of a module given to that module's factors under another.
 
-    `owners`: stem -> what it stands for; stems without one are left as they are.
+    `owners`: stem -> what it stands for; stems without one are left as they are. Raises Trouble("repeated") for an alpha beside another one,
+    and for magnitudes under two names, that differ.
     """
+    _check_pairs_of_names(grouped, owners, source)
     alone = {owners[stem]: stem for stem, roles in grouped.items() if set(roles) == {"alpha"} and stem in owners}
     found, lent = dict(grouped), set()
     for stem, roles in grouped.items():
@@ -32,6 +36,33 @@ def lend_alphas(
             found[stem] = {**roles, "alpha": grouped[giver]["alpha"]}
             lent.add(giver)
     return {stem: roles for stem, roles in found.items() if stem not in lent}
+
+
+def _check_pairs_of_names(
+    grouped: Mapping[str, Mapping[str, str]], owners: Mapping[str, Hashable], source: Source
+) -> None:
+    for stem, roles in grouped.items():
+        if {"magnitude", "magnitude_out"} <= roles.keys():
+            one, two = (source.read(roles[role]).float().flatten() for role in ("magnitude", "magnitude_out"))
+            if one.shape != two.shape or not torch.equal(one, two):
+                raise _repeated(
+                    source.name, f"the magnitudes of {plain(stem)}", roles["magnitude"], roles["magnitude_out"]
+                )
+    alone = [stem for stem, roles in grouped.items() if set(roles) == {"alpha"} and stem in owners]
+    for stem in alone:
+        for other, roles in grouped.items():
+            if other != stem and owners.get(other) == owners[stem] and "alpha" in roles:
+                keys = grouped[stem]["alpha"], roles["alpha"]
+                if alpha_value(source, keys[0]) != alpha_value(source, keys[1]):
+                    raise _repeated(source.name, f"the alpha of {plain(other)}", *keys)
+
+
+def _repeated(source: str, what: str, one: str, two: str) -> Trouble:
+    return Trouble(
+        "repeated",
+        f"{source} gives {what} twice and differently: {one} and {two}.",
+        hint="Only one of them can be meant. Take one out of the file, or ask who made it; nothing was changed.",
+    )
 
 
 @dataclass(frozen=True)
@@ -60,11 +91,7 @@ class Claims:
             if other.stem == claim.stem or not _overlap(other.place, claim.place):
                 continue
             if not _equal(other, claim):
-                raise Trouble(
-                    "repeated",
-                    f"{self.source} changes {parameter} twice and differently: {other.key} and {claim.key}.",
-                    hint="Only one of them can be meant. Take one out of the file, or ask who made it; nothing was changed.",
-                )
+                raise _repeated(self.source, f"the change of {parameter}", other.key, claim.key)
             self.repeated.add(claim.stem)
             return False
         here.append(claim)

@@ -72,12 +72,13 @@ class Source:
 
     def _check_companions(self, key: str, scales: tuple[str, ...]) -> None:
         unknown = self._companions
-        if unknown or (self._scales and not scales):
-            what = (
-                f"{unknown[0]} beside it is not understood"
-                if unknown
-                else "it has no scale, as others in the file have"
-            )
+        marked = "_quantization_metadata" in self.metadata or any(name.endswith("scaled_fp8") for name in self.shapes)
+        if unknown or ((self._scales or marked) and not scales):
+            what = "it has no scale, as others in the file have"
+            if unknown:
+                what = f"{unknown[0]} beside it is not understood"
+            elif not self._scales:
+                what = "it has no scale, though the file is marked as scaled"
             raise Trouble(
                 "not_supported",
                 f"{self.name} stores {key} in 8 bits, and {what}.",

@@ -153,14 +153,16 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("where", ["config", "metadata"])
+@pytest.mark.parametrize("where", ["config", "metadata", "plain metadata"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_oft_by_what_the_file_or_its_configuration_says(name: str, where: str, tmp_path: Path):
     said, how = CONFIGS[name]
     numbers, path = draw(6, 28, size=0.08), tmp_path / "adapter_model.safetensors"
     fields = {"peft_type": "OFT", **said}
     metadata = {"lora_adapter_metadata": json.dumps({f"transformer.{key}": value for key, value in fields.items()})}
-    save_file({f"base_model.model.{Q}.oft_R.weight": numbers}, path, metadata if where == "metadata" else None)
+    if where == "plain metadata":
+        metadata = {key: str(value) for key, value in fields.items()}
+    save_file({f"base_model.model.{Q}.oft_R.weight": numbers}, path, None if where == "config" else metadata)
     if where == "config":
         (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
     check(path, {f"{Q}.weight": turned(numbers, 8, **how)}, strength=0.7)
@@ -301,6 +303,21 @@ def test_other_kinds_twice():
     assert lora.load(model, {**one, **two}).layers_applied == 1
     lora.clear(model)
     refused({**one, **two, f"transformer.{Q}.dora_scale": magnitude[:, None] * 2}, "twice and differently")
+
+
+def test_one_alpha_and_one_set_of_magnitudes_for_a_module():
+    factors, magnitude = pair(Q), draw(48).abs() + 0.5
+    refused(
+        {**factors, f"{Q}.alpha": torch.tensor(4.0), f"transformer.{Q}.alpha": torch.tensor(2.0)}, "alpha.*differently"
+    )
+    check(
+        {**factors, f"{Q}.alpha": torch.tensor(2.0), f"transformer.{Q}.alpha": torch.tensor([2.0])},
+        {f"{Q}.weight": 0.5 * product(factors)},
+    )
+    dora = {**factors, f"{Q}.dora_scale": magnitude[:, None], f"{Q}.lora_magnitude_vector": magnitude}
+    lora.load(shared(QWEN), dora)
+    lora.clear(shared(QWEN))
+    refused({**dora, f"{Q}.lora_magnitude_vector": magnitude + 1}, "magnitudes.*differently", "repeated")
 
 
 def test_a_fused_module_beside_its_parts():
@@ -630,6 +647,22 @@ def test_tools_keep_an_alpha_that_lies_beside_or_in_the_metadata(tmp_path: Path)
     assert not any(key.endswith(".alpha") for key in load_file(unchanged))  # its metadata still says it
 
 
+def test_patterns_for_dotted_names_go_along_with_a_flattened_file(tmp_path: Path):
+    q, k = pair(Q), pair(K)
+    said = {"transformer.lora_alpha": 8, "transformer.alpha_pattern": {r"0\.attn\.to_q": 100}}
+    path, out = tmp_path / "a.safetensors", tmp_path / "out" / "a.safetensors"
+    file = {
+        "lora_unet_" + key.split(".lora")[0].replace(".", "_") + ".lora" + key.split(".lora")[1]: tensor
+        for key, tensor in {**q, **k}.items()
+    }
+    metadata = {"lora_adapter_metadata": json.dumps(said), "modelspec.architecture": "Qwen-Image/lora"}
+    save_file(file, path, metadata)
+    expected = {f"{Q}.weight": 25.0 * product(q), f"{K}.weight": 2.0 * product(k)}
+    check(path, expected)
+    run_tool({"tool": "metadata", "path": str(path), "strip": True, "out": str(out)})
+    check(out, expected)
+
+
 def test_a_copy_of_an_oft_still_says_how_it_is_meant(tmp_path: Path):
     numbers, home = draw(12, 6, size=0.1), tmp_path / "home"
     home.mkdir()
@@ -713,6 +746,16 @@ def test_scales_of_whole_changes_and_of_other_algorithms():
     left, right = (draw(4, 4) * 50).to(torch.int8), draw(12, 12)
     file = {f"{Q}.lokr_w1": left, f"{Q}.lokr_w1_scale": torch.tensor(0.02), f"{Q}.lokr_w2": right}
     check(file, {f"{Q}.weight": torch.kron(0.02 * left.double(), right.double())})
+
+
+def test_files_marked_as_scaled_without_scales_are_refused(tmp_path: Path):
+    factors = {key: tensor.to(torch.float8_e4m3fn) for key, tensor in pair(Q).items()}
+    marked = {**factors, "scaled_fp8": torch.zeros(2).to(torch.float8_e4m3fn)}
+    refused(marked, "marked as scaled", "not_supported")
+    save_file(factors, tmp_path / "a.safetensors", {"_quantization_metadata": "{}"})
+    refused(tmp_path / "a.safetensors", "marked as scaled", "not_supported")
+    plain = {key: tensor.float() for key, tensor in factors.items()}
+    check(factors, {f"{Q}.weight": product(plain)})
 
 
 @pytest.mark.parametrize(

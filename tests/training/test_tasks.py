@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from backend.schema.knobs import from_values
 from backend.schema.training import TrainingConfig
@@ -102,6 +102,52 @@ def test_other_adapters_are_read_back(run_training, tmp_path: Path, tiny_qwen: P
         x = torch.randn(3, 48)
         torch.testing.assert_close(loaded.get_submodule(name)(x), trained.get_submodule(name)(x), rtol=1e-3, atol=1e-4)
     assert not torch.allclose(loaded.transformer_blocks[0].attn.to_q(torch.ones(1, 48)), plain, atol=1e-4)
+
+
+def test_an_oft_says_how_it_is_meant_and_peft_reads_it_equal(run_training, tmp_path: Path, tiny_qwen: Path, capsys):
+    """The fields in the header are those of PEFT's OFTConfig: peft's own layers, made of them and filled by peft, answer as ours do."""
+    import peft
+
+    from backend.catalog.header import read_layout
+    from backend.catalog.identify import identify_model
+    from backend.engine import lora
+    from backend.engine.load import load_part
+    from backend.families import FAMILIES
+
+    flags = ("--lora_algorithm", "oft", "--lora_target_modules", "to_q,to_k", "--learning_rate", 0.05)
+    assert run_training(tmp_path / "run", *BASE, *flags) == 0
+    file = tmp_path / "run" / "step-2.safetensors"
+    said = json.loads(read_layout(file).metadata["lora_adapter_metadata"])
+    fields = {key.removeprefix("transformer."): value for key, value in said.items()}
+    assert fields["use_cayley_neumann"] is True and fields.pop("peft_type") == "OFT"
+    part = identify_model(tiny_qwen, FAMILIES).parts["dit"]
+    theirs, ours = (load_part(part, dtype=torch.float32) for _ in range(2))
+    peft.inject_adapter_in_model(peft.OFTConfig(**fields), theirs)
+    loaded = peft.set_peft_model_state_dict(theirs, load_file(file))
+    assert not loaded.unexpected_keys and not any("oft_" in key for key in loaded.missing_keys)
+    assert not any("rotations" in note for note in lora.load(ours, file).notes)
+    x = torch.randn(3, 48)
+    for name in ("transformer_blocks.0.attn.to_q", "transformer_blocks.1.attn.to_k"):
+        plain = load_part(part, dtype=torch.float32).get_submodule(name)(x)
+        torch.testing.assert_close(ours.get_submodule(name)(x), theirs.get_submodule(name)(x), rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(ours.get_submodule(name)(x), plain, atol=1e-3)
+    other = tmp_path / "other.safetensors"  # as earlier versions wrote them: Cayley's map, and not a word of it
+    save_file(load_file(file), other, {"software": "Loft 0.1", "algorithm": "oft"})
+    assert run_training(tmp_path / "again", *BASE, *flags, "--lora_checkpoint", other) == 2
+    assert "meant by Cayley's map" in capsys.readouterr().err
+    exact = load_part(part, dtype=torch.float32)
+    peft.inject_adapter_in_model(peft.OFTConfig(**{**fields, "use_cayley_neumann": False}), exact)
+    peft.set_peft_model_state_dict(exact, load_file(file))
+    old = load_part(part, dtype=torch.float32)
+    lora.load(old, other)
+    torch.testing.assert_close(old.get_submodule(name)(x), exact.get_submodule(name)(x), rtol=1e-5, atol=1e-5)
+    state = tmp_path / "run" / "checkpoints" / "step-000002" / "state.json"
+    facts = json.loads(state.read_text())
+    assert facts["facts"].pop("turning")["use_cayley_neumann"] is True
+    state.write_text(json.dumps(facts))
+    more = ("--max_steps", 4, "--resume_from_checkpoint", str(state.parent))
+    assert run_training(tmp_path / "run", *BASE, *flags, *more) == 2
+    assert "as earlier versions trained it" in capsys.readouterr().err
 
 
 def test_dora_over_a_row_of_zeros_has_numbers():
