@@ -34,7 +34,7 @@ def decode_text(data: bytes) -> tuple[str, str]:
     for mark, encoding in _MARKS:
         if data.startswith(mark):
             return data.decode(encoding, errors="replace"), encoding
-    if len(data) >= 4 and len(data) % 2 == 0 and b"\0" in data:
+    if len(data) >= 4 and len(data) % 2 == 0 and b"\0" in data and not _is_utf8_with_few_nuls(data):
         little = data[1::2].count(0) >= data[::2].count(0)
         encoding = "utf-16-le" if little else "utf-16-be"
         return data.decode(encoding, errors="replace"), encoding
@@ -49,6 +49,15 @@ def decode_text(data: bytes) -> tuple[str, str]:
     except UnicodeDecodeError:
         pass
     return data.decode("cp1252", errors="replace"), "cp1252"
+
+
+def _is_utf8_with_few_nuls(data: bytes) -> bool:
+    """Text of another width has a NUL for every letter of ASCII; single ones in UTF-8 are faults of the text."""
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return data.count(0) < len(data) / 8
 
 
 def _share_chinese(text: str) -> float:

@@ -6,6 +6,17 @@ from pathlib import Path
 from random import Random
 
 from backend.catalog.text import read_text
+from backend.schema.messages import Trouble
+
+
+def check_caption(caption: str, where: str) -> None:
+    """Raises Trouble for a caption with a NUL in it: a file that was damaged or read in the wrong encoding."""
+    if "\0" in caption:
+        raise Trouble(
+            "bad_metadata",
+            f"{where} holds a NUL character after {caption.partition(chr(0))[0][-40:]!r}.",
+            hint="Save the file as UTF-8, or write the caption anew.",
+        )
 
 
 def with_trigger(caption: str, trigger: str) -> str:

@@ -17,7 +17,7 @@ from PIL import Image, UnidentifiedImageError
 from backend.catalog.photo import shown_size
 from backend.catalog.text import listed, read_text
 from backend.schema.messages import Trouble
-from backend.training.captions import with_trigger
+from backend.training.captions import check_caption, with_trigger
 from backend.training.metadata import read_rows
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif")
@@ -152,6 +152,7 @@ def _from_folder(base: Path, notes: list[str]) -> Iterator[Item]:
     for path in paths:
         beside = path.with_suffix(".txt")
         caption, encoding = read_text(beside) if os.path.normcase(beside) in texts else ("", "utf-8")
+        check_caption(caption, f"The caption {beside.name}")
         without += not caption
         if encoding not in ("utf-8", "utf-8-sig"):
             notes.append(f"{beside.name} was read as {encoding}.")

@@ -297,3 +297,81 @@ def test_a_caption_in_jsonl_may_hold_other_ends_of_lines(tmp_path: Path):
         DatasetSection(), dataset_base_path=str(tmp_path), dataset_metadata_path=str(tmp_path / "m.jsonl")
     )
     assert read_dataset(section).items[0].captions == ("x\u2028\x85y",)
+
+
+def rows_of(tmp_path: Path, text: str, name: str = "m.csv") -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
+    """Captions and notes of a table about a.png and b.png."""
+    for picture in ("a.png", "b.png"):
+        Image.new("RGB", (16, 16)).save(tmp_path / picture)
+    (tmp_path / name).write_text(text, encoding="utf-8", newline="")
+    section = DatasetSection(dataset_base_path=str(tmp_path), dataset_metadata_path=str(tmp_path / name))
+    data = read_dataset(section)
+    return [item.captions for item in data.items], data.notes
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("image,prompt\na.png,x\nb.png,a red fox, sitting in snow\n", "Row 2 of m.csv (line 3) has more cells"),
+        ("image,prompt,\na.png,a red fox, sitting in snow\n", "'sitting in snow' belongs to none"),
+        ("prompt,image\na fox, sitting,a.png\n", "'a.png' belongs to none"),
+        ('image,prompt\na.png,"x\ny"\nb.png, "a fox, sitting"\n', "Row 2 of m.csv (line 4)"),
+        ("image,prompt\na.png\n", "Row 1 of m.csv (line 2) has 1 of the table's 2 cells"),
+        ("image,seed,prompt\na.png,1\n", "has 2 of the table's 3 cells"),
+        ("image,prompt,prompt\na.png,x,y\n", "two columns called prompt"),
+        ('image,prompt\na.png,"never closed\nb.png,y\n', "cannot be read as a table at its line 2"),
+        ('image,prompt\na.png,x\nb.png,"a" fox\n', "cannot be read as a table at its line 3"),
+        ("image;prompt\na.png;x\n", "its columns are image;prompt"),
+        ("image\tprompt\na.png\tx\n", "names no picture"),
+        ("image,prompt\na.png,a\0b\n", "The prompt in row 1 of m.csv holds a NUL character after 'a'"),
+        ("image,prompt\na.png,a\0bc\n", "The prompt in row 1 of m.csv holds a NUL character after 'a'"),
+    ],
+)  # fmt: skip
+def test_no_caption_is_cut_and_no_cell_passed_over(tmp_path: Path, text: str, words: str):
+    with pytest.raises(Trouble) as refused:
+        rows_of(tmp_path, text)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"image": "a.png", "prompt": "x"}\n\n{"image": "b.png", "prompt": }\n', "Line 3 of m.jsonl cannot be read"),
+        ('{"image": "a.png", "prompt": "x"}\n[1]\n', "Line 2 of m.jsonl is no object"),
+        (
+            '{"image": "a.png", "prompt": "x", "prompt": "y"}\n',
+            "Line 1 of m.jsonl cannot be read: 'prompt' stands twice",
+        ),
+        ('{"image": "a.png", "prompt": ["x", "a\\u0000b"]}\n', "row 1 of m.jsonl holds a NUL"),
+    ],
+)
+def test_a_line_that_is_wrong_is_told_by_its_number(tmp_path: Path, text: str, words: str):
+    with pytest.raises(Trouble) as refused:
+        rows_of(tmp_path, text, "m.jsonl")
+    assert words in str(refused.value)
+
+
+def test_tables_as_other_programs_write_them_are_read_whole(tmp_path: Path):
+    for text in (
+        '\ufeffimage, prompt\r\na.png,"a fox, sitting"\r\nb.png,5" wide\r\n\ufeff',
+        ',image,prompt\n0,a.png,"a fox, sitting"\n1,b.png,"5"" wide"\n\n',
+        'image,prompt,\na.png,"a fox, sitting",\nb.png,"5"" wide",\n',
+    ):
+        captions, notes = rows_of(tmp_path, text)
+        assert captions == [("a fox, sitting",), ('5" wide',)]
+        assert bool(notes) == (text[0] == "," or "prompt,\n" in text)
+
+
+def test_empty_captions_are_said(tmp_path: Path):
+    assert rows_of(tmp_path, "image,prompt\na.png,x\nb.png, \n")[1] == ("Row 2 of m.csv has an empty caption.",)
+    both = '[{"image": "a.png", "prompt": ""}, {"image": "b.png", "prompt": ["x", ""]}]'
+    assert rows_of(tmp_path, both, "m.json")[1] == (
+        "2 of 2 rows (row 1 is the first) of m.json have an empty caption.",
+    )
+
+
+def test_a_nul_in_a_caption_file_is_said(tmp_path: Path):
+    Image.new("RGB", (16, 16)).save(tmp_path / "a.png")
+    (tmp_path / "a.txt").write_bytes(b"a red\0 fox in snow")
+    with pytest.raises(Trouble, match=r"a\.txt holds a NUL"):
+        read_dataset(DatasetSection(dataset_base_path=str(tmp_path)))
