@@ -16,6 +16,7 @@ from backend.schema.places import places
 from backend.schema.training import TrainingConfig, TrainingSection
 from backend.schema.untrusted import read_bytes, read_object
 from backend.training import early
+from backend.training.aside import begins_anew, files_named, put_back, set_aside, set_results_aside, told
 from backend.training.reporter import Reporter
 
 OBJECTIVE = ("timestep_sampling", "loss_weighting", "max_grad_norm")
@@ -97,11 +98,13 @@ def run_in(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[s
             print(str(trouble), file=sys.stderr, flush=True)
             return _leave(2)
     reporter = Reporter(folder, silent=rank != 0, table=config.output.enable_csv_log)
+    if aside:
+        reporter.note(told(aside))
     try:
         reason = _train(config, folder, reporter)
     except Trouble as trouble:
         reporter.trouble(trouble)
-        _put_back(folder, aside)
+        put_back(aside, unless=made_something(folder))
         return _leave(2)
     except Exception as error:
         traceback.print_exc()
@@ -113,7 +116,7 @@ def run_in(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[s
             return _leave(2)
         what = f"{type(error).__name__}: {error}"
         reporter.trouble(Trouble("fault", f"The run ended by a fault: {what[:500]}.", detail=traceback.format_exc()))
-        _put_back(folder, aside)
+        put_back(aside, unless=made_something(folder))
         return _leave(1)
     reporter.say({"complete": "Complete.", "stopped": "Stopped; everything is saved."}[reason])
     return 0
@@ -168,46 +171,28 @@ def _make_folder(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: 
     from backend.training.files import write_text
 
     if os.environ.get("LOFT_MARK"):  # the studio has started this and keeps the record itself
-        return {}
+        return _results_aside(config, folder)
     _refuse_second(folder)
     aside: dict[Path, Path] = {}
     if by_flags:
-        if not config.output.resume_from_checkpoint:
-            aside = _set_aside(folder)
+        if begins_anew(config, folder):
+            aside = set_aside(folder, named=files_named(config))
         write_text(folder / "config.json", to_file_text(config))
     (folder / "stop").unlink(missing_ok=True)
     write_text(folder / "process.json", _process_text(argv, folder))
-    return aside
+    return aside or _results_aside(config, folder)
 
 
-def _set_aside(folder: Path) -> dict[Path, Path]:
-    """A new run where an older one was: its state and events get another name, so that nothing of it is lost or mixed in.
-
-    Of one that made and saved nothing, nothing is kept. Gives the places and where what lay there is now.
-    """
-    import time
-
-    if not _made_something(folder):
-        for name in ("events.jsonl", "loss.csv"):
-            (folder / name).unlink(missing_ok=True)
-        return {}
-    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
-    names = [name for name in ("checkpoints", "events.jsonl", "loss.csv", "samples") if (folder / name).exists()]
-    aside = {folder / name: folder / f"{name}.before-{stamp}" for name in names}
-    for place, where in aside.items():
-        place.rename(where)
-    return aside
+def _results_aside(config: TrainingConfig, folder: Path) -> dict[Path, Path]:
+    """Of a run without a state to go on from: another run's results that lie where its own are to go."""
+    return (
+        set_results_aside(Path(config.output.output_path), named=files_named(config))
+        if not any((folder / "checkpoints").glob("step-*/state.json"))
+        else {}
+    )
 
 
-def _put_back(folder: Path, aside: dict[Path, Path]) -> None:
-    """After a start that came to nothing: the older run can be gone on with as before."""
-    if aside and not _made_something(folder):
-        for place, where in aside.items():
-            if not place.exists():
-                where.rename(place)
-
-
-def _made_something(folder: Path) -> bool:
+def made_something(folder: Path) -> bool:
     """Whether a run in `folder` made a step or saved anything."""
     from backend.schema.messages import from_line
 

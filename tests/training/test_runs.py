@@ -197,12 +197,43 @@ def test_a_run_folder_goes_on_by_itself_and_says_when_it_is_complete(
     )  # started by hand, it keeps the record itself
 
 
-def test_a_new_run_in_an_old_place_keeps_what_was_there(run_training, tmp_path: Path):
+def test_a_new_run_in_an_old_place_keeps_what_was_there(run_training, events, tmp_path: Path):
     run = tmp_path / "run"
-    assert run_training(run, "--max_steps", 2) == 0
-    assert run_training(run, "--max_steps", 1) == 0
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000001"]
+    flags = ("--max_steps", 2, "--save_steps", 1, "--sample_prompts", "a ball", "--sample_inference_steps", 1)
+    assert run_training(run, *flags) == 0
+    made = {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert run_training(run, *flags, "--seed", 5) == 0
     assert len(list(run.glob("checkpoints.before-*/step-000002"))) == 1
+    for name, data in made.items():  # everything is there, under its first name or the one that it was set aside by
+        first, *rest = name.parts
+        if first != "process.json":
+            kept = (
+                [*run.glob(f"{first}.before-*/{'/'.join(rest)}")]
+                if rest
+                else [*run.glob(f"{first}.before-*"), *run.glob(f"results.before-*/{first}")]
+            )
+            assert any(path.read_bytes() == data for path in kept), name
+    first = events(run)[0]
+    assert first["event"] == "note" and "is kept there" in first["message"] and "results.before-" in first["message"]
+
+
+@pytest.mark.parametrize("flag", ["--resume_from_checkpoint", "--lora_checkpoint", "--preset_lora_path"])
+def test_a_run_may_begin_from_a_result_in_its_own_folder(run_training, tmp_path: Path, flag: str):
+    run = tmp_path / "run"
+    assert run_training(run, "--max_steps", 1) == 0
+    file = run / "step-1.safetensors"
+    before = file.read_bytes()
+    assert run_training(run, "--max_steps", 1, flag, file) == 0
+    (kept,) = run.glob("results.before-*/step-1.safetensors")
+    assert kept.read_bytes() == before != file.read_bytes()
+
+
+def test_a_refused_run_puts_everything_back(run_training, tmp_path: Path):
+    run = tmp_path / "run"
+    assert run_training(run, "--max_steps", 1) == 0
+    assert run_training(run, "--max_steps", 1, "--lora_target_modules", "to_z") == 2
+    assert (run / "step-1.safetensors").is_file() and (run / "checkpoints").is_dir()
+    assert not list(run.glob("results.before-*"))
 
 
 def test_full_training_of_two_parts_with_muon(run_training, tmp_path: Path, tiny_qwen: Path):
