@@ -166,7 +166,7 @@ def view(
         "edited": (text(kept.get("model")), tuple(texts(kept.get("edit_images")))),
         "plan": (
             kept if "plan" not in seen or settled(request_file(studio.places)) else seen["plan"][0],
-            choice["card"],
+            (choice["card"], choice["asked"]),
             snapshot.state,
             plan_panel.answers(studio),
         ),
@@ -192,7 +192,7 @@ def view(
     if "edited" in fresh:
         out[7] = drawn_edits(studio, *now["edited"])
     if "plan" in fresh:
-        out[6] = plan_of(studio, whole_request(studio), choice["card"])
+        out[6] = plan_of(studio, whole_request(studio), choice["card"], choice["asked"])
     return out, seen | now
 
 
@@ -209,16 +209,16 @@ def predicted_bytes(studio: Studio, request: GenerationRequest) -> int:
         return 0
 
 
-def plan_of(studio: Studio, request: GenerationRequest, what_if: str) -> str:
-    """The estimate for a request; it offers to be made smaller where it does not fit."""
+def plan_of(studio: Studio, request: GenerationRequest, what_if: str, asked: str = "") -> str:
+    """The estimate for a request; it offers to be made smaller where it does not fit. `asked`: what of it was asked besides."""
     request = for_its_model(studio, request)
     try:
         found = plan_panel.estimate(studio, request.model, request, what_if=what_if)
+        told = plan_panel.told(studio, request.model, request, what_if=what_if, asked=asked)
     except Trouble as trouble:
         return plan_panel.no_panel(trouble)
-    return plan_panel.panel(
-        found, what_if=what_if, fit=found.plan.verdict == "red", refused=_refused_size(studio, request)
-    )
+    fit, refused = found.plan.verdict == "red", _refused_size(studio, request)
+    return plan_panel.panel(found, what_if=what_if, fit=fit, refused=refused, answers=told)
 
 
 def _refused_size(studio: Studio, request: GenerationRequest) -> str:

@@ -14,7 +14,17 @@ from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest
 from studio import edit_pictures, form, gallery, plan_panel, shelf
 from studio.asking import QUIET, ask, edited, unchanged
-from studio.generate import Generate, drawn_edits, fault_of_edits, fill, for_its_model, keep, plan_of, read_inputs
+from studio.generate import (
+    Generate,
+    drawn_edits,
+    fault_of_edits,
+    fill,
+    for_its_model,
+    keep,
+    plan_of,
+    read_inputs,
+    whole_request,
+)
 from studio.pictures import is_inside, read_settings, to_trash
 from studio.restore import restore
 from studio.studio import Studio
@@ -84,11 +94,16 @@ def _wire_form(studio: Studio, tab: Generate, ui: gr.BrowserState, redraw: Calla
     def act_on_plan(event: gr.EventData, choice: dict, picture: str | None, *values):
         if event.do == "card":
             return unchanged(tab.fields), choice | {"card": event.what}
+        job = for_its_model(studio, whole_request(studio))
+        asked = plan_panel.asked_again(event.do, event.what, job, choice["card"])
+        if asked is not None:
+            return unchanged(tab.fields), choice | {"asked": asked}
         try:
             request = smaller_until_it_fits(studio, read_inputs(tab, (*values, picture), studio), choice["card"])
         except Trouble:
             return unchanged(tab.fields), choice
-        return _changes(tab, {"width": request.width, "height": request.height}), choice
+        names = ("width", "height", "step_cache", "compile")
+        return _changes(tab, {name: getattr(request, name) for name in names}), choice
 
     redraw(ask(tab.plan.act, act_on_plan, [ui, tab.start_picture], tab.fields, [ui], tab.keeping))
 

@@ -6,7 +6,7 @@ import gradio as gr
 
 from backend.schema.knobs import knobs_of, to_values
 from backend.schema.request import GenerationRequest
-from studio import edit_pictures, form, generate, lora_rows
+from studio import edit_pictures, form, generate, lora_rows, plan_panel
 from studio.asking import keeping
 from studio.form import Form
 from studio.generate import Generate
@@ -73,7 +73,13 @@ def _go() -> dict:
         cancel = gr.Button("Cancel", variant="stop", scale=1, min_width=90, elem_id="cancel", interactive=False)
     said = gr.HTML("", elem_id="said")
     faults = gr.HTML("", elem_id="faults", elem_classes="faults")
-    return {"go": go, "cancel": cancel, "said": said, "faults": faults, "plan": live(name="plan")}
+    return {
+        "go": go,
+        "cancel": cancel,
+        "said": said,
+        "faults": faults,
+        "plan": live(name="plan", script=plan_panel.TYPED),
+    }
 
 
 def _numbers(request: GenerationRequest, *, fresh: bool) -> tuple[dict, dict]:

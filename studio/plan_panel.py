@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 import re
 import traceback
 from dataclasses import replace
 
 from backend.catalog import remote
 from backend.catalog.download import is_id
-from backend.catalog.page import WHAT_IF_GIB, Bar, PageEstimate, estimate_for_page
+from backend.catalog.page import WHAT_IF_GIB, Bar, PageEstimate, card_for, estimate_for_page
+from backend.catalog.plan import answers_here
+from backend.catalog.questions import free_of
 from backend.catalog.sizes import ModelSizes, sizes_of
 from backend.catalog.spec import ModelSpec
 from backend.host import card, tracing
@@ -22,6 +27,8 @@ from studio import shelf
 from studio.studio import Studio
 from studio.words import notice, part_words, safe, size_words, time_words
 
+# What is typed into the field of more free memory, for the event of its button.
+TYPED = 'element.loftTyped = () => element.querySelector(".plan-free")?.value || "";'
 LOOK_SECONDS = 0.02  # that a keystroke waits for a dataset that is being read
 VERDICTS = {"green": ("good", "Fits"), "amber": ("warn", "May just fit"), "red": ("bad", "Does not fit")}
 # Colour of a segment by its label; parts that are not named here take turns in the three of the first line.
@@ -131,6 +138,62 @@ def _estimate(studio: Studio, model: str, job: object, *, what_if: str) -> PageE
     return replace(found, estimating=asks or seen.looking)
 
 
+def asked_of(job: object, what_if: str, more: str = "") -> str:
+    """The mark that what would fit was asked of this job on this card; `more`: GiB that would be free besides, as it was typed."""
+    return f"{hashlib.sha256(repr((job, what_if)).encode()).hexdigest()[:12]}|{more}"
+
+
+def asked_again(act: str, what: str, job: object, what_if: str) -> str | None:
+    """The mark after a click on "What would fit?", its closing or its field; None for a click on anything else."""
+    if act == "ask":
+        return asked_of(job, what_if)
+    if act == "more":
+        typed = json.loads(what) if what.startswith('"') else what
+        return asked_of(job, what_if, typed.strip()[:12])
+    return "" if act == "unask" else None
+
+
+def told(studio: Studio, model: str, job: object, *, what_if: str, asked: str) -> str:
+    """The answers as HTML, where they were asked of this very job; else the button that asks."""
+    more = asked.partition("|")[2]
+    if asked != asked_of(job, what_if, more):
+        return '<div class="plan-ask"><button type="button" class="quiet" data-do="ask">What would fit?</button></div>'
+    gib, wrong = _typed_gib(more)
+    sizes, _, _ = sizes_of_model(studio, model)
+    wish, card_ = studio.preferences(), this_card(studio)
+    found = answers_here(
+        sizes,
+        card_for(card_, what_if, wish),
+        job,
+        wish,
+        user=studio.places.user,
+        known=_ahead(studio, job, sizes).known,
+        more_gib=gib,
+        disk_free=free_of(studio.places.models),
+    )
+    lines = "".join(f"<li>{safe(_page_units(one.words))}</li>" for one in found)
+    field = (
+        '<label>What if more memory were free? <input type="number" class="plan-free" min="0.1" step="0.1" '
+        f'value="{safe(more)}" aria-label="GB that would be free besides"> GB</label>'
+        '<button type="button" class="quiet" data-do="more" data-collect>Tell</button>'
+        '<button type="button" class="quiet" data-do="unask">Close</button>'
+    )
+    return f'<div class="plan-answers"><ul>{lines}</ul>{safe(wrong)}<div class="plan-ask">{field}</div></div>'
+
+
+def _typed_gib(text: str) -> tuple[float | None, str]:
+    """(GiB, what is wrong with the text)."""
+    if not text:
+        return None, ""
+    try:
+        gib = float(text.replace(",", "."))
+    except ValueError:
+        gib = math.nan
+    if not 0 < gib <= 65536:
+        return None, f"{text!r} is no amount of memory; type a number above 0, such as 1.2."
+    return gib, ""
+
+
 def _ahead(studio: Studio, job: object, sizes: ModelSizes) -> Ahead:
     """What a run will be given to do, as far as its dataset has been read by now."""
     if not isinstance(job, TrainingConfig):
@@ -153,9 +216,15 @@ def no_panel(trouble: Trouble) -> str:
 
 
 def panel(
-    found: PageEstimate, *, what_if: str, fit: bool = False, refused: str = "", refused_as: str = "Not this size"
+    found: PageEstimate,
+    *,
+    what_if: str,
+    fit: bool = False,
+    refused: str = "",
+    refused_as: str = "Not this size",
+    answers: str = "",
 ) -> str:
-    """The whole panel as HTML. `fit`: offer to change the form as the plan wants it. `refused`: a notice why the model would not do this
+    """The whole panel as HTML. `answers`: of `told`. `fit`: offer to change the form as the plan wants it. `refused`: a notice why the model would not do this
     job, however well it fits; `refused_as`: in a word or two."""
     look, words = ("bad", refused_as) if refused else VERDICTS[found.plan.verdict]
     seconds = _seconds_words(found.plan.seconds)
@@ -169,7 +238,7 @@ def panel(
     scale = max([found.card.total_bytes, *(bar.high_bytes + _outside(bar) for bar in found.bars)])
     ends = "Memory ends here" if found.card.device == "cpu" else "The card ends here"
     bars = "".join(_bar(bar, scale, found.card.total_bytes, ends) for bar in found.bars)
-    return f'<div class="plan">{head}{refused}<div class="plan-bars">{bars}</div>{_legend(found)}{_more(found)}{_cards(what_if)}</div>'
+    return f'<div class="plan">{head}{refused}<div class="plan-bars">{bars}</div>{_legend(found)}{_more(found)}{answers}{_cards(what_if)}</div>'
 
 
 def _estimating(found: PageEstimate) -> str:

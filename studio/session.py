@@ -18,7 +18,7 @@ from backend.schema.values import printable
 
 TYPING_SECONDS = 1.5
 # What one browser remembers; anything else is on disk or in the engine's snapshot.
-CHOICES = {"picture": "", "run": "", "lora": "", "card": "", "fitted": ""}
+CHOICES = {"picture": "", "run": "", "lora": "", "card": "", "asked": "", "fitted": ""}
 
 
 def browser_choices() -> gr.BrowserState:

@@ -173,7 +173,7 @@ def _settings_block(studio: Studio, config: TrainingConfig, made: dict) -> tuple
         start = gr.Button("Start training", variant="primary", elem_id="train-start")
     said = gr.HTML("", elem_id="train-said")
     faults = gr.HTML("", elem_id="train-faults", elem_classes="faults")
-    plan = live(name="train-plan")
+    plan = live(name="train-plan", script=plan_panel.TYPED)
     alone = () if len(card.probe()) > 1 else ("devices",)
     made |= form.folds(TrainingConfig, config, skip=(*made, *alone, "output_path", "resume_from_checkpoint"))
     return made, {"preset": preset, "start": start, "said": said, "faults": faults, "plan": plan}
@@ -278,9 +278,9 @@ def view(studio: Studio, tab: Train, choice: dict, seen: dict, use: Use | None =
         out[6] = run_view.runs_list(found, shown=run, now=now)
     config = remembered(studio)
     asked = config if "plan" not in seen or settled(training_file(studio.places)) else seen["plan"][0]
-    plan = (asked, choice["card"], plan_panel.answers(studio))
+    plan = (asked, choice["card"], choice["asked"], plan_panel.answers(studio))
     if seen.get("plan") != plan:
-        out[7] = plan_of(studio, config, choice["card"])
+        out[7] = plan_of(studio, config, choice["card"], choice["asked"])
     return out, watching | {"run": one, "runs": every, "plan": plan}
 
 
@@ -299,10 +299,11 @@ def predicted_bytes(studio: Studio, run: runs.Run) -> int:
         return 0
 
 
-def plan_of(studio: Studio, config: TrainingConfig, what_if: str) -> str:
-    """The estimate for a run; it offers to set what the plan wants otherwise than the form has it."""
+def plan_of(studio: Studio, config: TrainingConfig, what_if: str, asked: str = "") -> str:
+    """The estimate for a run; it offers to set what the plan wants otherwise than the form has it. `asked`: what of it was asked besides."""
     try:
         found = plan_panel.estimate(studio, config.model.model, config, what_if=what_if)
+        told = plan_panel.told(studio, config.model.model, config, what_if=what_if, asked=asked)
     except Trouble as trouble:
         return plan_panel.no_panel(trouble)
     now, refused = to_values(config), ""
@@ -313,7 +314,7 @@ def plan_of(studio: Studio, config: TrainingConfig, what_if: str) -> str:
     helps = found.plan.remedy
     settings = found.plan.settings | (helps.settings if helps is not None else {})
     fit = any(now.get(name) != value for name, value in settings.items())
-    return plan_panel.panel(found, what_if=what_if, fit=fit, refused=refused, refused_as="Not so")
+    return plan_panel.panel(found, what_if=what_if, fit=fit, refused=refused, refused_as="Not so", answers=told)
 
 
 def check_run(studio: Studio, config: TrainingConfig) -> None:

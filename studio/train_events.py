@@ -59,6 +59,9 @@ def _wire_form(studio: Studio, tab: Train, ui: gr.BrowserState, redraw: Callable
     def act_on_plan(event: gr.EventData, choice: dict, *values):
         if event.do == "card":
             return unchanged(fields), choice | {"card": event.what}
+        asked = plan_panel.asked_again(event.do, event.what, remembered(studio), choice["card"])
+        if asked is not None:
+            return unchanged(fields), choice | {"asked": asked}
         config = _shown_or_kept(studio, tab, values)
         try:
             found = plan_panel.estimate(studio, config.model.model, config, what_if=choice["card"])

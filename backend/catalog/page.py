@@ -58,9 +58,7 @@ def estimate_for_page(
     `known`: what looking ahead found of the job. `what_if_card`: "" for `card` itself, or "8GiB", "rtx3060", ... Raises Trouble for a model of unknown size, ValueError for an unknown card.
     """
     preferences = preferences or Preferences()
-    if what_if_card:
-        ram = card.ram_total_bytes / GIB or 64.0
-        card = what_if(what_if_card, ram_gib=ram, reserve_gib=preferences.reserve_gib)[0]
+    card = card_for(card, what_if_card, preferences)
     sizes = model if isinstance(model, ModelSizes) else sizes_of(model, folder=user / "memory")
     found = plan_here(sizes, card, job, preferences, user=user, known=known)
     return PageEstimate(
@@ -77,6 +75,14 @@ def estimate_for_page(
         guessed=is_guess(found, sizes, card, job, known),
         missing=missing_of(found, sizes, card, job, known),
     )
+
+
+def card_for(card: Card, what_if_card: str, preferences: Preferences) -> Card:
+    """`card`, or where another is named, that one in its machine. Raises ValueError for an unknown one."""
+    if not what_if_card:
+        return card
+    ram = card.ram_total_bytes / GIB or 64.0
+    return what_if(what_if_card, ram_gib=ram, reserve_gib=preferences.reserve_gib)[0]
 
 
 def missing_of(found: VramPlan, sizes: ModelSizes, card: Card, job, known: dict | None = None) -> dict[str, list[str]]:

@@ -77,3 +77,41 @@ def test_settings_of_a_plan_go_with_the_model_that_they_were_set_for(painted, ke
     model.fill("loft/starter")
     wait_until(lambda: "model" not in kept() and "offload_models" not in kept())
     kept_page.check()
+
+
+def test_what_would_fit_is_asked_and_answered_and_goes_with_the_next_keystroke(painted, kept_page):
+    page = kept_page(painted)
+    tab(page, "Generate")
+    page.wait_for_selector("#plan .plan-cards")
+    page.click('#plan [data-what="8GiB"]')
+    page.click('#plan [data-do="ask"]')
+    page.wait_for_selector("#plan .plan-answers li")
+    said = page.inner_text("#plan .plan-answers")
+    for words in ("Largest picture", "Smallest card", "takes", "Disk:", "are free in"):
+        assert words in said, said
+    page.fill("#plan .plan-free", "1.2")
+    page.click('#plan [data-do="more"]')
+    page.wait_for_function(
+        "document.querySelector('#plan .plan-answers')?.textContent.includes('With 1.2 GB more free')"
+    )
+    assert page.input_value("#plan .plan-free") == "1.2"
+    page.evaluate(TYPED, ["#set-width input", "320"])
+    page.wait_for_selector("#plan .plan-answers", state="detached")
+    page.click('#plan [data-do="ask"]')
+    page.wait_for_selector("#plan .plan-answers li")
+    page.click('#plan [data-do="unask"]')
+    page.wait_for_selector("#plan .plan-answers", state="detached")
+    tab(page, "Train")
+    page.click('#train-plan [data-do="ask"]')
+    page.wait_for_selector("#train-plan .plan-answers li")
+    said = page.inner_text("#train-plan .plan-answers")
+    assert "Largest batch" in said and "Largest rank" in said and "The whole run takes" in said
+    kept_page.check()
+
+
+def test_every_usual_card_has_a_chip(painted, kept_page):
+    page = kept_page(painted)
+    tab(page, "Generate")
+    page.wait_for_selector("#plan .plan-cards")
+    chips = page.eval_on_selector_all("#plan .plan-cards .chip", "all => all.map(one => one.dataset.what)")
+    assert chips == ["", *(f"{gib}GiB" for gib in (4, 6, 8, 10, 12, 16, 24, 32, 48, 80))]
