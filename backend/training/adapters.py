@@ -11,8 +11,9 @@ from types import ModuleType
 
 import torch
 
-from backend.catalog.header import read_layout
-from backend.catalog.peft_config import METADATA, config_beside, turning_of
+from backend.catalog.adapter import split_key
+from backend.catalog.lora_alphas import AlphaRules, alpha_rules
+from backend.catalog.peft_config import METADATA, turning_of
 from backend.catalog.targets import check_oft, pattern_of, target_modules
 from backend.catalog.text import ends_with
 from backend.engine import light
@@ -131,12 +132,23 @@ def peft_metadata(adapter: Adapter, family: ModuleType) -> dict[str, str]:
 def load_file_adapter(
     adapter: Adapter, weights: dict[str, torch.nn.Parameter], path: Path, *, flag: str = "lora_checkpoint"
 ) -> int:
-    """`load_adapter` from a file. Raises Trouble too where its rotations (OFT) are meant otherwise than this run's."""
-    from safetensors.torch import load_file
+    """`load_adapter` from a file: its alpha may lie in its metadata or in a configuration beside it, its factors in 8 bits with scales.
 
+    Raises Trouble too where its rotations (OFT) are meant otherwise than this run's.
+    """
+    from backend.engine.lora_source import open_source
+
+    source = open_source(path)
+    keys = [key for key in source.shapes if split_key(key)]
+    rules = alpha_rules(
+        source.metadata,
+        source.config,
+        tensors_say=any(key.endswith(".alpha") for key in keys),
+        names=adapter.modules,
+        source=path.name,
+    )
     if adapter.algorithm == "oft":
-        component = "dit" if adapter.part == "dit" else adapter.part
-        theirs = turning_of(read_layout(path).metadata, config_beside(path), component, path.name)
+        theirs = turning_of(source.metadata, source.config, adapter.part, path.name)
         if theirs.fields() != TURNING.fields():
             how = "Cayley's map" if theirs.exact else f"a series of {theirs.terms} terms"
             raise Trouble(
@@ -144,7 +156,8 @@ def load_file_adapter(
                 f"The rotations in {path.name} are meant by {how}{', projected' if theirs.projected else ''}; this run's are not.",
                 hint="Begin anew, or bake the file into the model and train on that.",
             )
-    return load_adapter(adapter, weights, load_file(path), flag=flag)
+    stored = {key: source.read(key) for key in keys}
+    return load_adapter(adapter, weights, stored, flag=flag, rules=rules)
 
 
 def load_adapter(
@@ -153,8 +166,12 @@ def load_adapter(
     stored: dict[str, torch.Tensor],
     *,
     flag: str = "lora_checkpoint",
+    rules: AlphaRules | None = None,
 ) -> int:
-    """Begins from a file's factors; returns how many modules it filled. Raises Trouble where nothing or the wrong size fits."""
+    """Begins from a file's factors; returns how many modules it filled. `rules`: for alpha, where no tensor says it.
+
+    Raises Trouble where nothing or the wrong size fits, and where one module is there twice with different values.
+    """
     filled = set()
     for name, weight in weights.items():
         key = _key(adapter, name)
@@ -167,20 +184,23 @@ def load_adapter(
                 f"The LoRA to begin from (--{flag}) has {list(found.shape)} for {key}, this run {list(weight.shape)}.",
                 hint="Set --lora_rank and --lora_target_modules as it was trained.",
             )
+        if not found.is_floating_point():
+            raise Trouble("not_supported", f"The LoRA to begin from (--{flag}) stores {key} as codes without a scale.")
         with torch.no_grad():
             weight.copy_(found)
         filled.add(key.rpartition(".lora_")[0])
     for module in adapter.modules if filled else ():
-        _check_strength(adapter, module, stored)
+        _check_strength(adapter, module, stored, rules or AlphaRules())
     if not filled:
         raise Trouble("bad_value", f"The LoRA to begin from (--{flag}) has no module that this run trains.")
     return len(filled)
 
 
-def _check_strength(adapter: Adapter, module: str, stored: dict[str, torch.Tensor]) -> None:
+def _check_strength(adapter: Adapter, module: str, stored: dict[str, torch.Tensor], rules: AlphaRules) -> None:
     """Raises Trouble where the file's alpha is not this run's: the same factors would then act at another strength."""
-    found = _stored(f"{module}.alpha", stored)
-    alpha, ours = float(found) if found is not None else float(adapter.ranks[module]), _alpha(adapter, module)
+    found, rank = _stored(f"{module}.alpha", stored), adapter.ranks[module]
+    alpha = float(found) if found is not None else rules.scale((module,), adapter.part, rank) * rank
+    ours = _alpha(adapter, module)
     if adapter.algorithm != "oft" and abs(alpha - ours) > 1e-3 * max(abs(alpha), abs(ours)):
         raise Trouble(
             "bad_value",
@@ -198,8 +218,17 @@ def _alpha(adapter: Adapter, module: str) -> float:
 def _stored(key: str, stored: dict[str, torch.Tensor]) -> torch.Tensor | None:
     kohya = key.replace("lora_A.", "lora_down.").replace("lora_B.", "lora_up.")
     named = key.replace("lora_A.", f"lora_A.{ADAPTER}.").replace("lora_B.", f"lora_B.{ADAPTER}.")
-    for prefix in ("", "pipe.dit.", "transformer.", "diffusion_model.", "base_model.model."):
-        for spelling in (key, named, kohya):
-            if prefix + spelling in stored:
-                return stored[prefix + spelling]
-    return None
+    found = [
+        prefix + spelling
+        for prefix in ("", "pipe.dit.", "transformer.", "diffusion_model.", "base_model.model.")
+        for spelling in dict.fromkeys((key, named, kohya))
+        if prefix + spelling in stored
+    ]
+    for other in found[1:]:
+        if stored[other].shape != stored[found[0]].shape or not torch.equal(stored[other], stored[found[0]]):
+            raise Trouble(
+                "repeated",
+                f"The LoRA to begin from holds {found[0]} and {other}, which name the same factor and differ.",
+                hint="Only one of them can be meant. Take one out of the file.",
+            )
+    return stored[found[0]] if found else None

@@ -15,6 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from backend.schema.knobs import from_values
+from backend.schema.messages import Trouble
 from backend.schema.training import TrainingConfig
 
 pytestmark = pytest.mark.torch
@@ -148,6 +149,38 @@ def test_an_oft_says_how_it_is_meant_and_peft_reads_it_equal(run_training, tmp_p
     more = ("--max_steps", 4, "--resume_from_checkpoint", str(state.parent))
     assert run_training(tmp_path / "run", *BASE, *flags, *more) == 2
     assert "as earlier versions trained it" in capsys.readouterr().err
+
+
+def test_a_lora_to_begin_from_is_read_as_it_is_meant(tmp_path: Path):
+    """Its alpha from PEFT's configuration, its 8-bit factors times their scales, one module under two names once."""
+    from backend.families import qwen_image
+    from backend.training.adapters import add_adapter, load_file_adapter
+
+    def begin(tensors: dict, alpha: float) -> torch.Tensor:
+        save_file(tensors, tmp_path / "adapter_model.safetensors")
+        module = torch.nn.Sequential(torch.nn.Linear(6, 4))
+        wishes = {"lora_target_modules": "all-linear", "lora_rank": 2, "lora_alpha": alpha}
+        adapter = add_adapter(module, from_values(TrainingConfig, wishes).lora, qwen_image, part="dit")
+        named = {f"dit.{name}": weight for name, weight in module.named_parameters() if weight.requires_grad}
+        load_file_adapter(adapter, named, tmp_path / "adapter_model.safetensors")
+        return module[0].lora_A["default"].weight.detach()
+
+    a, b = torch.randn(2, 6), torch.randn(4, 2)
+    file = {"base_model.model.0.lora_A.weight": a, "base_model.model.0.lora_B.weight": b}
+    assert torch.equal(begin(file, 2.0), a)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 16}))
+    with pytest.raises(Trouble, match=r"has alpha 16 .* this run 2"):
+        begin(file, 2.0)
+    codes = (a * 8).to(torch.float8_e4m3fn)
+    scaled = {
+        **file,
+        "base_model.model.0.lora_A.weight": codes,
+        "base_model.model.0.lora_A.weight_scale": torch.tensor(0.125),
+    }
+    assert torch.equal(begin(scaled, 16.0), codes.float() * 0.125)
+    assert torch.equal(begin({**file, "0.lora_A.weight": a.clone()}, 16.0), a)
+    with pytest.raises(Trouble, match="differ"):
+        begin({**file, "0.lora_A.weight": a + 1}, 16.0)
 
 
 def test_dora_over_a_row_of_zeros_has_numbers():
