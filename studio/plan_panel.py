@@ -98,12 +98,10 @@ def sizes_of_model(studio: Studio, value: str) -> tuple[ModelSizes, ModelSpec | 
 
 
 def answers(studio: Studio) -> tuple[int, ...]:
-    """Changes when more is known of a model than before, or of what jobs on this machine took."""
-    try:
-        measured = (studio.places.user / "measured.json").stat().st_mtime_ns
-    except OSError:
-        measured = 0
-    return (*tracing.stamp(studio.places), measured, dataset_changes())
+    """Changes when more is known of a model than before, of what jobs on this machine took, or how fast it is."""
+    files = (studio.places.user / name for name in ("measured.json", "calibration.json"))
+    changed = (file.stat().st_mtime_ns if file.exists() else 0 for file in files)
+    return (*tracing.stamp(studio.places), *changed, dataset_changes())
 
 
 def estimate(studio: Studio, model: str, job: object, *, what_if: str) -> PageEstimate:

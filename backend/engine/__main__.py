@@ -16,6 +16,7 @@ from backend.engine.wire import Wire
 from backend.schema.messages import Trouble
 
 IDLE_SECONDS = 0.2  # of quiet after the start, then the libraries that every request needs are imported
+QUIET_SECONDS = 20.0  # without a command, then the device is measured
 
 
 def main(argv: list[str]) -> int:
@@ -32,12 +33,22 @@ def main(argv: list[str]) -> int:
         values = wire.commands.get(timeout=IDLE_SECONDS)
     except queue.Empty:
         worker.warm_up()
-        values = wire.commands.get()
+        values = _next(wire, worker)
     while values is not None and values["command"] != "quit":
         _answer(wire, worker, values)
-        values = wire.commands.get()
+        values = _next(wire, worker)
     worker.unload()
     return 0
+
+
+def _next(wire: Wire, worker) -> dict | None:
+    """The next command. While none comes the device is measured, if it was not yet; a command ends that."""
+    while not worker.measured:
+        try:
+            return wire.commands.get(timeout=QUIET_SECONDS)
+        except queue.Empty:
+            worker.measure_speed(lambda: wire.ended.is_set() or not wire.commands.empty())
+    return wire.commands.get()
 
 
 def _start(wire: Wire, *, fake: bool):

@@ -26,6 +26,7 @@ class FakeWork:
     def __init__(self, wire: Wire):
         self.wire = wire
         self.loaded = ""
+        self.measured = True  # there is nothing to measure
 
     def about(self) -> dict:
         return {"device": "cpu", "name": "Painted gradient (no model)", "fake": True}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -45,6 +47,7 @@ class Work:
         self.device = memory.check_device(self.preferences.device)
         self.pipeline: Pipeline | None = None
         self._model = ""
+        self.measured = False  # whether the device's speed is known, or cannot be found out
         self._loaded_from: tuple = ()
         self._placing = planning.Placing()
         self._told_memory = 0.0
@@ -63,6 +66,18 @@ class Work:
     def warm_up(self) -> None:
         """Imports what the first request will need; two seconds that nobody waits for."""
         import_networks("qwen_image")
+
+    def measure_speed(self, should_stop: Callable[[], bool]) -> None:
+        """Finds out once how fast the device is, for estimates of seconds; later, where others are at work or memory is short."""
+        from backend.engine import calibrate
+
+        try:
+            self.measured = calibrate.measure_once(self.device, here=places(), should_stop=should_stop)
+        except Cancelled:
+            memory.give_back(self.device)
+        except Exception:  # nothing that anybody waits for; estimates go on from what is assumed
+            traceback.print_exc()
+            self.measured = True
 
     def explain(self, error: BaseException, command: str) -> Trouble | None:
         """What an error means, where it means something to a person. Lets the model go where memory ran out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 
 import pytest
@@ -58,3 +59,53 @@ def test_the_command_s_figures_reach_the_page_and_runs_replace_them(data, monkey
     assert 4.5 < low <= 5.0 and 6.0 <= high < 7.0
     found = estimate_for_page(spec, here, request, user=data.user)
     assert found.last_time.startswith("Last time: predicted")
+
+
+def test_a_worker_measures_once_while_nothing_is_asked_of_it_and_lets_itself_be_stopped(data, monkeypatch):
+    from backend.engine import Cancelled, work
+
+    monkeypatch.setattr(calibrate, "SECONDS", 0.02)
+    monkeypatch.setattr(calibrate, "ROOM_BYTES", 0)
+    monkeypatch.setattr(calibrate, "others_are_busy", lambda: True)
+    worker, file, here = work.Work(None), data.user / "calibration.json", card.choose(card.probe(), "cpu")
+    worker.measure_speed(lambda: False)
+    assert not worker.measured and not file.exists(), "others are at work"
+    monkeypatch.setattr(calibrate, "others_are_busy", lambda: False)
+    asked = iter([False, False, True])
+    worker.measure_speed(lambda: next(asked))
+    assert not worker.measured and not file.exists(), "a command came"
+    worker.measure_speed(lambda: False)
+    assert worker.measured and speed_of(here, file).measured
+    kept = file.read_text()
+    assert calibrate.measure_once(worker.device, here=data, should_stop=lambda: True), "once is enough"
+    assert file.read_text() == kept
+    spec, request = identify_model(ASSETS / "starter", FAMILIES), GenerationRequest(prompt="a red apple")
+    said = " ".join(estimate_for_page(spec, here, request, user=data.user).sentences)
+    assert "measured of this processor" in said and "card" not in said
+    with pytest.raises(Cancelled):
+        calibrate.measure(worker.device, should_stop=lambda: True)
+
+
+def test_the_loop_measures_when_it_is_quiet_and_a_command_comes_first(monkeypatch):
+    import queue
+
+    from backend.engine import __main__ as loop
+
+    class Wire:
+        def __init__(self):
+            self.commands, self.ended = queue.Queue(), threading.Event()
+
+    class Worker:
+        measured, asked = False, 0
+
+        def measure_speed(self, should_stop):
+            self.asked += 1
+            assert not should_stop()
+            wire.commands.put({"command": "generate"})
+            assert should_stop(), "what waits ends the measuring"
+
+    monkeypatch.setattr(loop, "QUIET_SECONDS", 0.01)
+    wire, worker = Wire(), Worker()
+    wire.commands.put({"command": "load"})
+    assert loop._next(wire, worker) == {"command": "load"} and not worker.asked
+    assert loop._next(wire, worker) == {"command": "generate"} and worker.asked == 1
