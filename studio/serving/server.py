@@ -168,7 +168,9 @@ def log_access(studio: Studio) -> None:
     with contextlib.suppress(OSError):  # the terminal alone, then
         studio.places.user.mkdir(parents=True, exist_ok=True)
         path = studio.places.user / "access.log"
-        handlers.append(logging.handlers.RotatingFileHandler(path, maxBytes=2**18, backupCount=1, encoding="utf-8"))
+        handlers.append(
+            logging.handlers.RotatingFileHandler(path, maxBytes=2**18, backupCount=1, encoding="utf-8", delay=True)
+        )
     for handler in handlers:
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     log.handlers[:] = handlers
