@@ -7,6 +7,7 @@ import contextlib
 import logging
 import logging.handlers
 import os
+import re
 import socket
 import sys
 import threading
@@ -16,11 +17,13 @@ from collections.abc import AsyncIterator, Callable
 import gradio as gr
 import uvicorn
 from fastapi import FastAPI
+from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 from starlette.routing import Mount, Route
 
 from backend.schema.messages import Trouble
 from studio import theme
+from studio.serving.calls import Calls
 from studio.serving.file_answers import file_answer
 from studio.serving.guard import Guard
 from studio.serving.hosts import Hosts
@@ -31,28 +34,19 @@ from studio.studio import Studio
 
 CLEAN_EVERY_SECONDS = 3600
 START_SECONDS = 60
-# What Gradio serves beside the page and Loft has no use for: its own logins and files, requests to other hosts, tools for developers.
-NOT_SERVED = (
-    "/openapi.json",
-    "/login",
-    "/logout",
-    "/monitoring",
-    "/pwa_icon",
-    "/gradio_api/token",
-    "/gradio_api/deep_link",
-    "/gradio_api/proxy=",
-    "/gradio_api/file",
-    "/gradio_api/custom_component",
-    "/gradio_api/process_recording",
-    "/gradio_api/dev",
-    "/gradio_api/runs",
-    "/gradio_api/run-history",
-    "/gradio_api/mcp",
+# What of Gradio's the page uses. The rest is not served: logins and files of its own, requests to other hosts, recordings, monitoring, the
+# writing of code, and whatever a later version adds.
+SERVED = re.compile(
+    r"/|/(config|theme\.css|robots\.txt|favicon\.ico|manifest\.json)/?|/(static|assets|svelte)/.*"
+    r"|/gradio_api/(app_id|info|user|login_check|openapi\.json|theme\.css|startup-events|upload_progress|cancel|reset|queue/(join|data|status))/?"
+    r"|/gradio_api/(run|api|heartbeat)/[^/]+/?"
 )
+NO_QUERY = (b"page", b"deep_link")
+MOST_NAME_BYTES = 255
 
 
 def application(studio: Studio, page: gr.Blocks, *, keys: Keys, hosts: Hosts) -> Guard:
-    """The whole server as an ASGI application; `Guard.app` is what stands behind the guard."""
+    """The whole server as an ASGI application; the guard, and what stands behind it."""
     os.environ["GRADIO_TEMP_DIR"] = str(studio.places.cache / "uploads")  # where Gradio keeps what is sent
     page.state_session_capacity = MOST_SESSIONS
     for function in page.fns.values():
@@ -77,12 +71,12 @@ def application(studio: Studio, page: gr.Blocks, *, keys: Keys, hosts: Hosts) ->
         ssr_mode=False,
         mcp_server=False,
         pwa=False,
-        app_kwargs={"docs_url": None, "redoc_url": None, "openapi_url": None},
+        app_kwargs={"docs_url": None, "redoc_url": None, "openapi_url": None, "middleware": [Middleware(_OnlyServed)]},
     )
     inner = next(route.app for route in outer.routes if isinstance(route, Mount))
     inner.state_holder = Sessions()
     inner.state_holder.set_blocks(page)
-    return Guard(outer, keys=keys, hosts=hosts, root_path=studio.root_path)
+    return Guard(Calls(outer, page.fns), keys=keys, hosts=hosts, root_path=studio.root_path)
 
 
 def _own_routes(studio: Studio, page: gr.Blocks) -> list[Route]:
@@ -95,15 +89,23 @@ def _own_routes(studio: Studio, page: gr.Blocks) -> list[Route]:
         Route("/gradio_api/file/{path:path}", files, methods=["GET"]),
         Route("/gradio_api/upload", take, methods=["POST"]),
         Route("/gradio_api/upload/", take, methods=["POST"]),
-        *(Route(f"{start}{{rest:path}}", NotServed()) for start in NOT_SERVED),
     ]
 
 
-class NotServed:
-    """An ASGI application for what is not there, by whatever method it is asked."""
+class _OnlyServed:
+    """ASGI middleware around Gradio's application: what is not used of it is not there, nor are pages and links of which there are none."""
+
+    def __init__(self, app):
+        self.app = app
 
     async def __call__(self, scope, receive, send):
-        await PlainTextResponse("Not found.", status_code=404)(scope, receive, send)
+        if scope["type"] == "http":
+            long = any(len(part.encode("utf-8", "replace")) > MOST_NAME_BYTES for part in scope["path"].split("/"))
+            if long or not SERVED.fullmatch(scope["path"]):
+                return await PlainTextResponse("Not found.", status_code=404)(scope, receive, send)
+            kept = [part for part in scope["query_string"].split(b"&") if part.partition(b"=")[0] not in NO_QUERY]
+            scope = {**scope, "query_string": b"&".join(kept)}
+        await self.app(scope, receive, send)
 
 
 def _lifespan(studio: Studio) -> Callable:

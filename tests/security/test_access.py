@@ -53,7 +53,7 @@ def routes_of(data: Places) -> list[tuple[str, str]]:
                 path = re.sub(r"\{[^}]*\}", "1", route.path)
                 found.extend((method, path) for method in route.methods or ("GET",))
 
-    walk(server.application(studio, app.build(studio), keys=Keys("x"), hosts=Hosts()).app.routes)
+    walk(server.application(studio, app.build(studio), keys=Keys("x"), hosts=Hosts()).app.app.routes)
     engine.stop()
     return found
 
