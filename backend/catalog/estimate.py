@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from backend.catalog import faster
+from backend.catalog import faster, unknown
 from backend.catalog.arrangement import Fixed, Layout, Work, Working
 from backend.catalog.sizes import ModelSizes, PartSizes
 from backend.catalog.speed import Speed
@@ -133,7 +133,10 @@ def decode(
     bare = "" if fixed.converts or dtype == "float32" else "_bare"
     whole, factor = _form(part, f"{stage}{bare}/{{}}/{kind}", dtype)
     if whole is None:
-        return Working(*(int(point["h"] * point["w"] * point["f"] * 2**17 * s) for s in (1, 1.2, 1.4)))
+        found = unknown.autoencoder_bytes(
+            part.kind, part.seen, point, stage, DTYPE_BYTES[dtype], converts=fixed.converts
+        )
+        return _working(found if found is not None else point["h"] * point["w"] * point["f"] * 2**17, {}, fixed)
     bytes_whole = evaluate(whole, point) * factor
     if tiled and stage == "decode":
         form, times = _form(part, f"decode_tiled/{{}}/{kind}", dtype)
@@ -150,15 +153,24 @@ def operations(part: PartSizes, point: dict, prefix: str = "operations") -> floa
     if not part.depths:
         kind = "video" if point.get("f", 1) > 1 else "picture"
         form = part.table.get("forms", {}).get(f"{prefix}/{kind}") or part.table.get("forms", {}).get("operations/d")
+        if form is None and part.seen.cell_numel:
+            return 2.0 * part.seen.cell_numel * point.get("h", 64) * point.get("w", 64)
         if form is None:
-            return 2.0 * part.numel * point.get("t", 1)
+            return 2.0 * part.numel * (point.get("n", 0) + point.get("t", 1))
         cells = point.get("h", 64) * point.get("w", 64)
         # a line through large pictures, whose attention grows with the square, falls below zero at small ones
         return evaluate(form, point) if cells >= 64 * 64 else evaluate(form, {**point, "h": 64, "w": 64}) * cells / 4096
     base = "d" + "-".join(str(BASE_DEPTH) for _ in part.depths)
     forms = part.table.get("forms", {})
     if f"operations/{base}" not in forms:
-        return 2.0 * part.numel * (point.get("n", 0) + point.get("t", 0))
+        tokens = point.get("n", 0) + point.get("t", 0)
+        once = sum(
+            rows * columns * count
+            for name, (rows, columns, count) in part.linears.items()
+            if unknown.ONCE.search(f"{name}.")
+        )
+        squares = 4.0 * tokens**2 * faster.width(part) * sum(part.depths.values())
+        return 2.0 * (part.numel - once) * tokens + squares
     shallow = evaluate(forms[f"operations/{base}"], point)
     total = shallow
     for index, depth in enumerate(part.depths.values()):
@@ -228,6 +240,8 @@ def _working(live: float, form: dict, fixed: Fixed) -> Working:
 
 def _unknown(part: PartSizes, point: dict, fixed: Fixed) -> Working:
     """A rough figure for a network that no table knows: its widest block's activations are like its width times the tokens."""
-    width = math.sqrt(max((block.matrix for block in part.blocks), default=part.numel / 12) / 12)
-    live = point.get("n", 1) * max(width, 64) * 2 * 30
-    return _working(live, {}, fixed)
+    if part.seen.width:  # a UNet
+        return _working(point["h"] * point["w"] * point["b"] * part.seen.width * 2 * unknown.LEVEL, {}, fixed)
+    width = faster.width(part) or math.sqrt(part.numel / 12)
+    tokens = (point.get("n", 1) + point.get("t", 0)) * point.get("b", 1)
+    return _working(tokens * max(width, 64) * 2 * unknown.STREAM, {}, fixed)

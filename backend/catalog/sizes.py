@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from backend.catalog import edited
+from backend.catalog import edited, unknown
+from backend.catalog.arrangement import DENOISERS
 from backend.catalog.rounded import is_rounded, saved_bytes
 from backend.catalog.spec import ModelSpec, PartSpec
 from backend.schema.messages import Trouble
@@ -24,6 +25,8 @@ from backend.schema.values import dicts
 from backend.schema.vram import DTYPE_BYTES
 
 MEMORY = ASSETS / "memory"
+
+NOTHING = unknown.Seen()
 EMBEDDING = re.compile(
     r"(embed_tokens|shared|[a-z]+_embedding|embeddings?)\.weight$"
 )  # tables of tokens, which are no linear layers
@@ -58,6 +61,7 @@ class PartSizes:
     in_file: tuple[int, ...] = ()  # bytes of each block on disk
     file_dtype: str = "bfloat16"  # what most of the file is in
     files: tuple[Path, ...] = ()
+    seen: unknown.Seen = NOTHING  # of a network that no table knows, what its header tells
 
     @lru_cache(maxsize=4096)  # noqa: B019 (parts are few and live as long as their models are listed)
     def bytes(self, storage: str, computing: str) -> int:
@@ -124,6 +128,8 @@ class ModelSizes:
     estimating: tuple[str, ...] = ()  # parts whose working memory no table knows
     variant: str = ""
     tokenizer: Path | None = None  # its folder, where the model has one
+    presumed: tuple[str, ...] = ()  # parts that were not read from files: as published
+    absent: tuple[str, ...] = ()  # parts that are needed and of which nothing is known
 
     @property
     def file_bytes(self) -> int:
@@ -259,7 +265,7 @@ def _inner(config: dict, key: str):
 
 
 def _made_from(table: dict, config: dict) -> bool:
-    return config in table["configs"]
+    return config in table.get("configs", ())
 
 
 def _counts(numel: dict) -> dict:
@@ -282,7 +288,14 @@ def _of_spec(spec: ModelSpec, folder: Path | None) -> ModelSizes:
     facts = published()["families"].get(spec.family, {})
     parts = {name: _read_part(part, folder) for name, part in spec.parts.items()}
     estimating = tuple(name for name, part in parts.items() if not part.table)
-    variant = _variant(facts.get("variants", {}), spec.variant)
+    variant, whole = _variant(facts.get("variants", {}), spec, parts)
+    read = set(parts)
+    if whole and read <= set(DENOISERS) and not spec.missing:  # a family whose other parts are not read
+        parts |= {
+            name: _published_part(name, said, folder) for name, said in variant["parts"].items() if name not in parts
+        }
+    presumed = tuple(name for name in parts if name not in read)
+    absent = spec.missing or (() if "vae" in parts else ("text_encoder", "vae"))
     geometry = variant.get("geometry") or facts.get("geometry") or {"compression": 8, "patch": 2, "video": False}
     defaults = dict(variant.get("defaults", {}))
     if "reference_pixels" in defaults:
@@ -297,12 +310,38 @@ def _of_spec(spec: ModelSpec, folder: Path | None) -> ModelSizes:
         estimating=estimating,
         variant=spec.variant,
         tokenizer=spec.tokenizer,
+        presumed=presumed,
+        absent=tuple(absent),
     )
 
 
-def _variant(variants: dict, name: str) -> dict:
-    """The published variant that a model of variant `name` ("edit-2511") is one of; the first where that is not said."""
-    return next((one for one in variants.values() if one.get("variant") == name), next(iter(variants.values()), {}))
+def _variant(variants: dict, spec: ModelSpec, parts: dict[str, PartSizes]) -> tuple[dict, bool]:
+    """(the published variant that the model is one of, whether its transformer is that one's to the last block): by the variant that its
+    files tell ("edit-2511"); else by its name among those whose transformer is the same, or by its schedule; else the first."""
+    dit = parts.get("dit")
+    same = {key: one for key, one in variants.items() if dit is not None and _is_of(dit, one["parts"]["dit"])}
+    told = next((one for one in variants.values() if one.get("variant") and one["variant"] == spec.variant), None)
+    if told is not None:
+        return told, any(told is one for one in same.values())
+    place = "/".join(spec.path.parts[-4:]) if spec.path is not None else ""
+    words = re.sub(r"[^a-z0-9]", "", f"{place}/{spec.title}".lower())
+    named = [key for key in same or variants if re.sub(r"[^a-z0-9]", "", key) in words]
+    if named:
+        key = max(named, key=len)
+        return variants[key], key in same
+    scheduled = [
+        key for key, one in same.items() if one.get("scheduler") and one["scheduler"].items() <= spec.scheduler.items()
+    ]
+    key = next(iter((*scheduled, *same, *variants)), "")
+    return variants.get(key, {}), key in same
+
+
+def _is_of(part: PartSizes, said: dict) -> bool:
+    """Whether `part` is the published network `said`, as deep and as wide."""
+    lists = published()["networks"][part.kind]["blocks"] if part.kind in published()["networks"] else {}
+    if part.kind != said["network"].rpartition(":")[2] or not _made_from(part.table, said["config"]):
+        return False
+    return part.depths == {block: _inner(said["config"], key) for block, key in lists.items()}
 
 
 def _root(spec: ModelSpec) -> Path | None:
@@ -313,8 +352,9 @@ def _root(spec: ModelSpec) -> Path | None:
 
 def _read_part(part: PartSpec, folder: Path | None) -> PartSizes:
     kind = part.network.rpartition(":")[2]
-    facts = published()["networks"].get(kind, {"blocks": {}})
-    lists = tuple(facts["blocks"])
+    facts = published()["networks"].get(kind)
+    lists = tuple(facts["blocks"]) if facts else unknown.block_lists(part.tensors)
+    facts = facts or {}
     counts: dict[tuple[str, int], list[int]] = {}  # of a block: numbers in matrices, others, bytes in the file
     linears: dict[str, list[int]] = {}
     outside: dict[str, tuple[int, int]] = {}
@@ -333,13 +373,13 @@ def _read_part(part: PartSpec, folder: Path | None) -> PartSizes:
     shapes = {name: tuple(at.shape) for name, at in part.tensors.items()}
     flags = tuple(flag for flag in facts.get("flags", ()) if part.config.get(flag))
     table = tables(folder).get(fingerprint(kind, shapes, lists, flags), {})
-    order = _in_order(counts, lists)
+    order, known = _in_order(counts, lists), table.get("numel", {})
     return PartSizes(
         part.name,
         kind,
         table,
-        tuple(Numbers(*counts[key][:2]) for key in order),
-        Numbers(*counts.get(("", 0), (0, 0))[:2]),
+        tuple(_numbers(counts[key], known.get(key[0])) for key in order),
+        _numbers(counts.get(("", 0), (0, 0)), known.get("")),
         {home: sum(1 for key in counts if key[0] == home) for home in lists},
         {k: tuple(v) for k, v in linears.items()},
         part.nbytes,
@@ -347,7 +387,14 @@ def _read_part(part: PartSpec, folder: Path | None) -> PartSizes:
         tuple(counts[key][2] for key in order),
         part.storage,
         part.files,
+        seen=unknown.seen(shapes),
     )
+
+
+def _numbers(counted, known: dict | None) -> Numbers:
+    """As counted in a header; which of them stay in float32 the table of the network knows."""
+    same = known is not None and sum(_counts(known).values()) == sum(counted[:2])
+    return Numbers(**_counts(known)) if same else Numbers(*counted[:2])
 
 
 def _in_order(counts: dict, lists: tuple[str, ...]) -> list[tuple[str, int]]:
