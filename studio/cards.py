@@ -13,7 +13,7 @@ from backend.schema.values import parse_json
 from studio import again
 from studio.draw import facts
 from studio.faces import picture_of
-from studio.shelf import family_title, fits, fits_in_part, lora_title, model_id
+from studio.shelf import family_title, family_words, fits, fits_in_part, lora_title, model_id
 from studio.studio import Studio
 from studio.words import count_words, notice, part_words, safe, size_words, when_words
 
@@ -85,7 +85,7 @@ def lora_cards(
 
 
 def _card(spec: LoraSpec, model_family: str, shown: str, studio: Studio, now: float, model: ModelSpec | None) -> str:
-    family = family_title(spec.family, studio)
+    family = family_words(spec, studio)
     rank = "–".join(str(r) for r in sorted({spec.ranks[0], spec.ranks[-1]})) if spec.ranks else ""
     kind = f"rank {rank}" if rank else ", ".join(spec.algorithms)
     line = ", ".join(part for part in (family, kind, size_words(spec.nbytes)) if part)
@@ -97,7 +97,7 @@ def _card(spec: LoraSpec, model_family: str, shown: str, studio: Studio, now: fl
     )
     words = f'<span class="trigger">{safe(", ".join(spec.trigger_words[:3])) or "&nbsp;"}</span>'
     why = fits(spec, model_family, studio, model)
-    unknown = not spec.family and model is None
+    unknown = not spec.family and not spec.families_possible and model is None
     short = "fits in part" if fits_in_part(spec, model, studio) else "unknown family" if unknown else "does not fit"
     mark = f'<span class="pill">{short}</span>' if why else ""
     meta = ", ".join(
@@ -134,7 +134,7 @@ def lora_details(
     picture = picture_of(spec, studio)
     face = f'<img class="detail-face" src="{picture}" alt="">' if picture else ""
     rows = [
-        ("Family", family_title(spec.family, studio)),
+        ("Family", family_words(spec, studio)),
         ("Kind", ", ".join(spec.algorithms)),
         ("Rank", ", ".join(map(str, spec.ranks))),
         ("Alpha", ", ".join(f"{alpha:g}" for alpha in spec.alphas)),

@@ -152,6 +152,13 @@ def family_title(name: str, studio: Studio) -> str:
     return next((module.TITLE for module in studio.families if name == module.NAME), name or "unknown family")
 
 
+def family_words(spec: LoraSpec, studio: Studio) -> str:
+    """What a LoRA is for, in words: its family, or all that it may be for."""
+    if spec.family or not spec.families_possible:
+        return family_title(spec.family, studio)
+    return " or ".join(family_title(name, studio) for name in spec.families_possible)
+
+
 def other_base(spec: LoraSpec | None, model: str, studio: Studio) -> str:
     """A sentence where a LoRA was trained on a model that is here and `model`, which is chosen, is another; else ""."""
     here = [value for _, value in model_choices(models(studio), studio)]

@@ -170,6 +170,7 @@ class Adapters:
 
     def act_beside(self, part: str) -> None:
         """After the weights of `part` were read anew: all that acts on it, what was fused into it too, acts beside them. Can be repeated."""
+        self._changed = {(owner, name) for owner, name in self._changed if owner != part}
         for one in self.loaded:
             if not one.hot.get(part, True):
                 one.changes = self._changes_again(one)
@@ -183,6 +184,7 @@ class Adapters:
         self.modules.clear()
         self.loaded.clear()
         self._kept.clear()
+        self._changed.clear()
 
     def use(self, wanted: Sequence[LoraUse], *, hot: bool | None = None) -> tuple[LoraReceipt, ...]:
         """Makes exactly these LoRAs act, each at its strength, with as little work as that takes. Nothing changes if one is not readable."""

@@ -504,6 +504,38 @@ def test_one_fused_and_one_beside_add_up(names: tuple[str, str]):
         assert same(model, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mixed_ones_on_a_pipeline_use_the_models_file(dtype: torch.dtype):
+    """The file is the backup: nothing of the model is kept in memory for it, and taking all off restores every bit."""
+    from backend.pipelines import ModelConfig, QwenImagePipeline
+
+    base = CASES / "models" / QWEN / "diffusion_pytorch_model.safetensors"
+    pipe = QwenImagePipeline.from_pretrained(
+        torch_dtype=dtype, device="cpu", model_configs=[ModelConfig(path=str(base))], tokenizer_config=None
+    )
+    before = snapshot(pipe.dit)
+    weight, x = before[f"{Q}.weight"].double(), draw(5, 48)
+    plain = x.double() @ weight.t() + before[f"{Q}.bias"].double()
+    receipts = [
+        pipe.load_lora(pipe.dit, str(MIXED["dora_rows"]), hotload=True),
+        pipe.load_lora(pipe.dit, str(MIXED["lora"]), hotload=False),
+        pipe.load_lora(pipe.dit, str(MIXED["oft"]), hotload=True, alpha=0.5),
+        pipe.load_lora(pipe.dit, str(MIXED["lokr"]), hotload=False),
+        pipe.load_lora(pipe.dit, str(MIXED["dora_cols"]), hotload=False),
+    ]
+    assert not pipe.pipeline.adapters._kept
+    effects = [x.double() @ alone(name, weight).t() for name in ("dora_rows", "lora", "oft", "lokr", "dora_cols")]
+    effects[2] = effects[2] * 0.5
+    layer, close = pipe.dit.get_submodule(Q), 2e-5 if dtype == torch.float32 else 2e-2
+    for number in range(5):
+        wanted = sum(effects)
+        got = layer(x.to(dtype)).double() - plain
+        assert float((got - wanted).abs().max()) < close * float(max(plain.abs().max(), wanted.abs().max())), number
+        pipe.pipeline.remove_lora(receipts[number])
+        effects[number] = torch.zeros_like(effects[number])
+    assert same(pipe.dit, before)
+
+
 # Rounding
 
 
