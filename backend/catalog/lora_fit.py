@@ -15,7 +15,8 @@ from pathlib import Path
 from types import ModuleType
 
 from backend.catalog.adapter import group, plain
-from backend.catalog.header import read_header
+from backend.catalog.header import read_header, read_layout
+from backend.catalog.lora_kind import PICKLES
 from backend.catalog.lora_places import Index, Resolved, index_of_rows, resolve
 from backend.catalog.spec import ModelSpec
 from backend.schema.messages import Trouble
@@ -60,9 +61,17 @@ class _Held:
 
 @lru_cache(maxsize=4096)
 def _fit(path: str, nbytes: int, modified: int, key: tuple, held: _Held) -> Fit:
-    header = read_header(Path(path))
-    sizes = {name: at.shape for name, at in header.tensors.items()}
-    return compared(sizes, held.indexes, held.shapes)
+    if path.lower().endswith(PICKLES):
+        sizes = {name: tuple(at.shape) for name, at in read_header(Path(path)).tensors.items()}
+    else:
+        sizes = {name: tuple(entry["shape"]) for name, entry in read_layout(Path(path)).entries.items()}
+    return _alike(tuple(sizes), tuple(sizes.values()), key, held)
+
+
+@lru_cache(maxsize=256)
+def _alike(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], key: tuple, held: _Held) -> Fit:
+    """Files of one trainer and one rank have the same names and shapes; a library holds many of a kind."""
+    return compared(dict(zip(names, shapes, strict=True)), held.indexes, held.shapes)
 
 
 def compared(
