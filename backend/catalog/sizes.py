@@ -5,6 +5,7 @@ Sizes come from a model's own headers, or, for a model that is not there yet, fr
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import math
@@ -236,11 +237,34 @@ def _of_name(name: str, folder: Path | None) -> ModelSizes:
                     published=True,
                     variant=variant.get("variant", ""),
                 )
+    close = nearest_models(name)
+    nearest = f"Nearest are {', '.join(close)}. " if close else ""
     raise Trouble(
         "not_recognised",
         f"No sizes are known of a model called {name!r}.",
-        hint=f"Known are {', '.join(known_models())}; or give a folder.",
+        hint=f"{nearest}Known by name are {_known_by_family()}; of any other give its folder or file.",
     )
+
+
+def nearest_models(name: str, count: int = 3) -> tuple[str, ...]:
+    """Titles of published models that are written most alike."""
+    said = {}  # every way to say one -> its title
+    for family in published()["families"].values():
+        for key, variant in family["variants"].items():
+            for one in (key, variant["title"], *variant["ids"], *(each.rpartition("/")[2] for each in variant["ids"])):
+                said.setdefault(one.lower(), variant["title"])
+    word = name.strip().lower()
+    close = difflib.get_close_matches(word, said, n=3 * count, cutoff=0.5)
+    close += difflib.get_close_matches(word.rpartition("/")[2], said, n=3 * count, cutoff=0.5)
+    return tuple(dict.fromkeys(said[one] for one in close))[:count]
+
+
+def _known_by_family() -> str:
+    lists = (
+        ", ".join(variant["title"] for variant in family["variants"].values())
+        for family in published()["families"].values()
+    )
+    return "; ".join(lists)
 
 
 def _published_part(name: str, said: dict, folder: Path | None) -> PartSizes:

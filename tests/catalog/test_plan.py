@@ -25,6 +25,7 @@ from backend.catalog.speed import what_if
 from backend.catalog.work import idle_numel, lora_size, work_of_defaults
 from backend.families import FAMILIES
 from backend.schema import knobs
+from backend.schema.messages import Trouble
 from backend.schema.places import ASSETS, PROJECT
 from backend.schema.preferences import Preferences
 from backend.schema.request import GenerationRequest
@@ -507,3 +508,25 @@ def test_more_blocks_that_stay_than_a_model_has_are_all_of_them():
     )
     assert more.peak_high_bytes == every.peak_high_bytes > one.peak_high_bytes
     assert "60 of 60 blocks stay" in " ".join(step.sentence for step in more.steps)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("Qwen-Image-Lightning", "Qwen-Image"),
+        ("flux1-dev", "FLUX.1-dev"),
+        ("black-forest-labs/FLUX.1-Fill-dev", "FLUX.1-dev"),
+        ("Z-Image-Base", "Z-Image"),
+        ("Wan2.2-T2V-14B", "Wan2.2-T2V-A14B"),
+    ],
+)
+def test_an_unknown_name_is_told_the_nearest_and_all_that_are_known(name, nearest):
+    with pytest.raises(Trouble) as caught:
+        sizes_of(name)
+    hint = caught.value.hint
+    close = hint.partition("Known by name are")[0]
+    assert close.startswith("Nearest are ") and nearest in close.removeprefix("Nearest are ").rstrip(". ").split(", ")
+    assert all(title in hint for title in known_models())
+    with pytest.raises(Trouble) as caught:
+        sizes_of("zzzz")
+    assert "Nearest" not in caught.value.hint
