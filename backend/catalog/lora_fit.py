@@ -130,7 +130,7 @@ def _mismatch(
         if change is not None:
             rows, columns = change
             have = rows * (end - begin) * parts, own[0] * (stop - start) * whole
-            if columns != prod(own[1:]) or have[0] != have[1]:
+            if (columns and columns != prod(own[1:])) or have[0] != have[1]:
                 return (
                     f"changes {rows} x {columns} numbers, but {slot.module} here has {own[0]} x {prod(own[1:])}"
                     if whole == 1 == parts
@@ -158,6 +158,8 @@ def _change(of: Mapping[str, tuple[int, ...]]) -> tuple[int, int] | None:
         if "lokr_w1" in of or "lokr_w1_a" in of:
             (o1, i1), (o2, i2) = (_half(of, side) for side in ("1", "2"))
             return o1 * o2, i1 * i2
+        if len(of.get("oft", ())) == 3:
+            return of["oft"][0] * of["oft"][1], 0
         for role in ("diff", "set_weight"):
             if role in of:
                 return of[role][0], prod(of[role][1:])

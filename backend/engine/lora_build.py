@@ -13,7 +13,7 @@ from backend.engine.lora_alpha import alpha_value
 from backend.engine.lora_body import Body, Change, Dense, Hadamard, Kronecker, LowRank
 from backend.engine.lora_dora import with_dora
 from backend.engine.lora_module import Module, at_place, cut, fitted, in_shape, incomplete, mismatch, product
-from backend.engine.lora_oft import is_rotation, rotation_changes
+from backend.engine.lora_oft import is_output_rotation, is_rotation, output_rotation_changes, rotation_changes
 from backend.schema.messages import Trouble
 
 DOUBT = "whole Kronecker factors act at full strength; a trainer that meant alpha / rank for them does not say so"
@@ -60,6 +60,8 @@ def changes_of(module: Module) -> list[Change]:
     numbers that are not finite, an algorithm that is not read."""
     if is_rotation(module):
         return rotation_changes(module)
+    if is_output_rotation(module):
+        return output_rotation_changes(module)
     leave_out_rank_0(module)
     check_whole(module)
     _check_reshaped(module)

@@ -16,7 +16,7 @@ from backend.engine.lora_body import Body, Dense
 from backend.engine.lora_book import Book
 from backend.engine.lora_build import bias_body, check_whole, leave_out_rank_0, weight_body
 from backend.engine.lora_module import Module, at_place, cut
-from backend.engine.lora_oft import is_rotation
+from backend.engine.lora_oft import is_output_rotation, is_rotation
 from backend.engine.lora_repeats import Claim, Claims, lend_alphas
 from backend.engine.lora_source import Source
 from backend.engine.lora_text import text_module
@@ -128,7 +128,7 @@ def _check_wholes(source: Source, others: list[str], book: Book) -> None:
 
 
 def _take(module: Module, contents: dict[str, Content], claims: Claims) -> None:
-    if is_rotation(module):
+    if is_rotation(module) or is_output_rotation(module):
         raise Trouble(
             "not_supported",
             f"{module.source.name} is an OFT on {plain(module.stem)}: what it changes depends on the base model.",

@@ -13,7 +13,7 @@ from torch import nn
 
 from backend.catalog import parts
 from backend.engine.lora_body import Change
-from backend.engine.lora_oft import Rotation
+from backend.engine.lora_oft import OutputRotation, Rotation
 from backend.engine.lora_read import ReadLora
 from backend.engine.lora_source import Source
 from backend.schema.messages import Trouble
@@ -63,7 +63,7 @@ def digest_of(opened: Source) -> str:
 
 def is_multiplicative(change: Change) -> bool:
     """Whether a change multiplies the weight, so that it must meet the model's own and not what others have made of it."""
-    return change.dora is not None or isinstance(change.body, Rotation)
+    return change.dora is not None or isinstance(change.body, Rotation | OutputRotation)
 
 
 def is_called(receipt: LoraReceipt, which: LoraReceipt | str) -> bool:

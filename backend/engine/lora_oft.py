@@ -4,7 +4,11 @@ Qiu et al. 2023. Of each block's numbers above the diagonal a skew-symmetric Q i
 Cayley-Neumann series 1 + 2Q + 2Q^2 + 2Q^3 + Q^4, or as Cayley's map (1 - Q)(1 + Q)^-1, which turns the other way. A layer with R computes
 W (R^T x), so its change of the weight is W (R - 1)^T. Which of the two a file means is not in its tensors: see
 `backend.catalog.peft_config.turning_of`. OneTrainer's marker `oft_R.scaled_oft` says that the numbers are divided by the root of how many a
-block has. On a fused module the same input is turned for all its rows. Kohya's and LyCORIS' blocks (`oft_blocks`) turn outputs and are not read.
+block has. On a fused module the same input is turned for all its rows.
+
+LyCORIS' and kohya's diag-OFT (`oft_blocks`, whole square blocks B) turns a layer's output: Q = B - B^T, R = (1 + Q)(1 - Q)^-1, and the weight
+becomes R^T W block by block, its rows times `rescale` where there is one. Their alpha is a bound on the length of all Q together, which LyCORIS
+and kohya take times the number of outputs and ComfyUI does not: what is within both bounds is read, anything else refused.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import torch
 
 from backend.catalog.adapter import plain
 from backend.catalog.peft_config import Turning, turning_of
+from backend.engine.lora_alpha import alpha_value
 from backend.engine.lora_body import Change
 from backend.engine.lora_module import Module, mismatch
 from backend.schema.messages import Trouble
@@ -34,6 +39,62 @@ class Rotation:
     def dense(self) -> torch.Tensor:
         blocks = self.weight().float().cpu().unflatten(1, self.turns.shape[:2])
         return torch.einsum("obc,bkc->obk", blocks, self.turns.cpu()).flatten(1)
+
+
+@dataclass(frozen=True)
+class OutputRotation:
+    """D R^T W - W. `turns` (b, k, k) float32 are the blocks of R less 1, for b * k outputs; `rescale` (o,) is D's diagonal, None for 1."""
+
+    turns: torch.Tensor
+    rescale: torch.Tensor | None
+    shape: tuple[int, ...]
+    weight: Callable[[], torch.Tensor]
+    scale: float = 1.0
+
+    def dense(self) -> torch.Tensor:
+        weight = self.weight().float().cpu().flatten(1)
+        change = torch.einsum("bkc,bki->bci", self.turns, weight.unflatten(0, self.turns.shape[:2])).flatten(0, 1)
+        if self.rescale is not None:
+            change = self.rescale[:, None] * (weight + change) - weight
+        return change.view(self.shape)
+
+
+def is_output_rotation(module: Module) -> bool:
+    """Whether a module of a file is a diag-OFT and nothing else."""
+    key = module.roles.get("oft", "")
+    alone = {"oft", "alpha"} <= set(module.roles) <= {"oft", "oft_rescale", "alpha"}
+    return alone and key.endswith(".oft_blocks") and len(module.source.shapes[key]) == 3
+
+
+def output_rotation_changes(module: Module) -> list[Change]:
+    """The change of the one layer that `module` is. Raises Trouble for blocks that do not fit it, and where their bound may act."""
+    slot, name = module.slots[0], plain(module.stem)
+    shape = module.shape_of(f"{slot.module}.weight")
+    whole = len(module.slots) == 1 and (slot.share, slot.place, slot.parameter) == ((0, 1, 1), (0, 1, 1), "weight")
+    if not whole or slot.swap_halves or shape is None or len(shape) < 2:
+        raise Trouble(
+            "not_supported",
+            f"{module.source.name} turns the outputs of {name} (OFT), which is no layer of its own in this model.",
+            hint="Convert it with the tool that made it; nothing was changed.",
+        )
+    blocks = module.read("oft").double()
+    if blocks.shape[1] != blocks.shape[2] or blocks.shape[0] * blocks.shape[1] != shape[0]:
+        raise mismatch(module, "rotation", blocks.shape, f"square blocks for {shape[0]} outputs")
+    skew = blocks - blocks.transpose(1, 2)
+    bound, length = alpha_value(module.source, module.roles["alpha"]), float(skew.norm())
+    if not (bound == 0.0 and not module.stem.startswith("oft_unet_")) and not length <= bound:
+        raise Trouble(
+            "unknown_algorithm",
+            f"{module.source.name} uses OFT on {name} with a bound of {bound:g} that its blocks, of length {length:.3g}, exceed: LyCORIS and ComfyUI take it in two ways.",
+            hint="Convert it with the tool that made it to LoRA, LoHa or LoKr; nothing was changed.",
+        )
+    one = torch.eye(skew.shape[1], dtype=skew.dtype)
+    turns = (torch.linalg.solve(one - skew, one + skew, left=False) - one).float()
+    rescale = module.read("oft_rescale").float().flatten() if "oft_rescale" in module.roles else None
+    if rescale is not None and rescale.shape[0] != shape[0]:
+        raise mismatch(module, "rescale", rescale.shape, f"{shape[0]} numbers")
+    weight = f"{slot.module}.weight"
+    return [Change(slot.module, "weight", OutputRotation(turns, rescale, shape, lambda: module.weight_of(weight)))]
 
 
 def is_rotation(module: Module) -> bool:

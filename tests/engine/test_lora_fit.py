@@ -67,6 +67,8 @@ SIZES = {  # tensors of one module -> whether they are for 48 x 48
     "OFT": ({"oft_R.weight": (12, 6)}, True),
     "OFT of one block for all": ({"oft_R.weight": (1, 28)}, True),
     "OFT of another width": ({"oft_R.weight": (10, 10)}, False),
+    "diag-OFT": ({"oft_blocks": (12, 4, 4), "alpha": ()}, True),
+    "diag-OFT of another height": ({"oft_blocks": (10, 4, 4), "alpha": ()}, False),
     "diff": ({"diff": (48, 48)}, True),
     "diff of another size": ({"diff": (48, 32)}, False),
 }
@@ -77,7 +79,10 @@ def test_sizes_of_every_algorithm(name: str, tmp_path: Path):
     tensors, fits = SIZES[name]
     spec, family = model_of("tiny_qwen_image")
     path = tmp_path / "a.safetensors"
-    save_file({f"diffusion_model.{Q}.{key}": torch.full(shape, 0.01) for key, shape in tensors.items()}, path)
+    save_file(
+        {f"diffusion_model.{Q}.{key}": torch.full(shape, 0.01 if shape else 0.0) for key, shape in tensors.items()},
+        path,
+    )
     found = lora_fit.fit_of(path, spec, family)
     assert found.fits == fits and (fits or Q in found.refused)
     if fits:

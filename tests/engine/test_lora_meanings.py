@@ -190,6 +190,32 @@ def test_oft_that_is_projected(tmp_path: Path):
     check(path, {f"{Q}.weight": turned(projected, 4)})
 
 
+@pytest.mark.parametrize("rescaled", [False, True])
+@pytest.mark.parametrize("alpha", [0.0, 50.0])
+def test_diag_oft_turns_outputs(rescaled: bool, alpha: float):
+    blocks, rescale = draw(12, 4, 4, size=0.1), draw(48, 1).abs() + 0.5
+    stem = "lycoris_" + Q.replace(".", "_")
+    file = {f"{stem}.oft_blocks": blocks, f"{stem}.alpha": torch.tensor(alpha)}
+    file |= {f"{stem}.rescale": rescale} if rescaled else {}
+    weight = shared(QWEN).get_parameter(f"{Q}.weight").double()
+    one, turned_rows = torch.eye(4, dtype=torch.float64), []
+    for block, rows in zip(blocks.double(), weight.split(4), strict=True):
+        skew = block - block.t()
+        turned_rows.append(((one + skew) @ torch.linalg.inv(one - skew)).t() @ rows)
+    new = torch.cat(turned_rows) * (rescale.double() if rescaled else 1.0)
+    check(file, {f"{Q}.weight": new - weight}, strength=0.6)
+    refused({**file, f"{stem}.alpha": torch.tensor(0.01)}, "OFT.*two ways", "unknown_algorithm")
+    refused(
+        {
+            f"oft_unet_{Q.replace('.', '_')}.oft_blocks": blocks,
+            f"oft_unet_{Q.replace('.', '_')}.alpha": torch.tensor(0.0),
+        },
+        "OFT",
+    )
+    refused({f"{stem}.oft_blocks": blocks}, "uses OFT", "unknown_algorithm")
+    refused({**file, f"{stem}.oft_blocks": draw(10, 4, 4)}, "rotation", "shape_mismatch")
+
+
 def test_oft_on_a_fused_projection_turns_what_all_its_rows_read():
     model, numbers = shared("tiny_flux"), draw(8, 6, size=0.1)
     before = snapshot(model)
