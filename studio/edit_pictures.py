@@ -34,6 +34,8 @@ const send = async (files) => {
     const sent = [];
     for (const file of files) sent.push((await upload(file)).path);
     trigger("act", {do: "add", what: JSON.stringify(sent)});
+  } catch (error) {  // too large, or the studio is gone
+    trigger("act", {do: "refused", what: JSON.stringify(String(error?.message ?? error))});
   } finally {
     row.classList.remove("sending");
   }
@@ -114,6 +116,8 @@ def changed(paths: Sequence[str], do: str, what: str, places: Places) -> list[st
         room = MOST - len(paths)
         added = [_taken(Path(str(path)), places) for path in meant[:room]]
         return [*paths, *added]
+    if do == "refused":
+        raise Trouble("bad_value", f"The pictures could not be sent: {str(meant)[:300]}")
     if do == "remove" and isinstance(meant, int):
         return [path for at, path in enumerate(paths) if at != meant]
     if do == "move" and isinstance(meant, list) and len(meant) == 2 and all(at in range(len(paths)) for at in meant):

@@ -51,6 +51,11 @@ def test_what_is_no_picture_or_from_elsewhere_is_refused(data, sent, tmp_path):
         edit_pictures.check_here([str(secret)], data)
 
 
+def test_why_a_picture_could_not_be_sent_is_said(data):
+    with pytest.raises(Trouble, match="could not be sent: HTTP 413: a.png is larger than 64 MiB"):
+        edit_pictures.changed([], "refused", '"HTTP 413: a.png is larger than 64 MiB"', data)
+
+
 def test_the_row_is_drawn_for_a_model_that_edits_and_only_its_requests_have_pictures(data, sent):
     studio = Studio(data, Engine(data, fake=True), FAMILIES)
     paths = tuple(edit_pictures.changed([], "add", json.dumps(sent), data))
