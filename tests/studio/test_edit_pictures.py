@@ -52,7 +52,7 @@ def test_what_is_no_picture_or_from_elsewhere_is_refused(data, sent, tmp_path):
 
 
 def test_why_a_picture_could_not_be_sent_is_said(data):
-    with pytest.raises(Trouble, match="could not be sent: HTTP 413: a.png is larger than 64 MiB"):
+    with pytest.raises(Trouble, match=r"could not be sent: HTTP 413: a\.png is larger than 64 MiB"):
         edit_pictures.changed([], "refused", '"HTTP 413: a.png is larger than 64 MiB"', data)
 
 
