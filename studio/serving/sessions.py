@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradio.state_holder import SessionState, StateHolder
 
-MOST_SESSIONS = 60  # the newest; one that was forgotten is drawn anew when it is looked at
+MOST_SESSIONS = 32  # the newest; one that was forgotten is drawn anew when it is looked at
 
 
 class Session(SessionState):
