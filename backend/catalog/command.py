@@ -14,7 +14,7 @@ from pathlib import Path
 
 from backend.catalog import download, questions, remedy, report
 from backend.catalog.arrangement import Work
-from backend.catalog.plan import fixed_of, plan, surely_fits
+from backend.catalog.plan import fixed_of, known_of_changed, plan, surely_fits
 from backend.catalog.refused import check_training
 from backend.catalog.sizes import ModelSizes, sizes_of
 from backend.catalog.spec import ModelSpec
@@ -75,20 +75,33 @@ def show(said: argparse.Namespace) -> None:
     cards = [what_if(name, ram_gib=ram) for name in names]
     sizes = sizes_of(_model(said.model))
     job = _job(said, size, sizes)
+    known = _known(job, sizes)
     lossy = not said.exact
     preferences = Preferences(allow_fp8=lossy, allow_tiles=lossy, allow_8bit_optimizer=lossy)
     for name, (card, speed) in zip(names, cards, strict=True):
-        found = plan(sizes, card, job, preferences, speed=speed)
+        found = plan(sizes, card, job, preferences, speed=speed, known=known)
         if said.cards is not None:
             print(f"{sizes.title} on {name}: {report.line(found)}")
             continue
         taken, source = _as_flags(job, found.remedy), source_of(speed, card.device)
-        asked = _answers(sizes, card, job, preferences, found, speed=speed, more=more)
+        asked = _answers(sizes, card, job, preferences, found, speed=speed, known=known, more=more)
         print(report.table(found, card, title=sizes.title, taken=taken, speed=source, answers=asked))
 
 
+def _known(job, sizes: ModelSizes) -> dict:
+    """What a run's dataset tells of it, where it names one that can be read."""
+    if isinstance(job, Work | GenerationRequest):
+        return {}
+    families = importlib.import_module("backend.families").FAMILIES
+    family = next((one for one in families if sizes.family == one.NAME), None)
+    found = importlib.import_module("backend.training.ahead").look_ahead(job, sizes, family)
+    if found.trouble:
+        print(f"The dataset is left out: {found.trouble}", file=sys.stderr)
+    return found.known
+
+
 def _answers(
-    sizes: ModelSizes, card: Card, job, preferences: Preferences, found: VramPlan, *, speed: Speed, more
+    sizes: ModelSizes, card: Card, job, preferences: Preferences, found: VramPlan, *, speed: Speed, known: dict, more
 ) -> list[str]:
     """What one asks next, answered."""
     fixed = fixed_of(card)
@@ -96,10 +109,11 @@ def _answers(
         sizes,
         remedy.State(job, preferences, card),
         found,
-        lambda state: surely_fits(sizes, state, fixed=fixed),
-        plan_of=lambda state: plan(sizes, state.card, job, preferences, speed=speed),
+        lambda state: surely_fits(sizes, state, fixed=fixed, known=known_of_changed(known, job, state.job)),
+        plan_of=lambda state: plan(sizes, state.card, job, preferences, speed=speed, known=known),
         more_gib=more,
         disk_free=questions.free_of(places().models),
+        num_steps=known.get("total_steps"),
     )
     return [one.words for one in told]
 

@@ -390,6 +390,7 @@ def answers_here(
         plan_of=lambda state: plan_here(sizes, state.card, job, preferences, user=user, known=known),
         more_gib=more_gib,
         disk_free=disk_free,
+        num_steps=known.get("total_steps"),
     )
 
 

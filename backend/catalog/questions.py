@@ -40,15 +40,16 @@ def answers(
     plan_of: Callable[[State], VramPlan],
     more_gib: float | None = None,
     disk_free: tuple[int, str] | None = None,
+    num_steps: int | None = None,
 ) -> tuple[Answer, ...]:
     """What is worth knowing about the plan `found` of `state`. `fits` as for `remedy.find`; `plan_of` plans another state.
 
-    `more_gib`: of memory that would be free besides; `disk_free`: bytes, and where.
+    `more_gib`: of memory that would be free besides; `disk_free`: bytes, and where; `num_steps`: of a run, where its dataset was read.
     """
     job, told = state.job, [_largest_picture(state, fits)]
     if not isinstance(job, Work | GenerationRequest):
         told += [_largest_batch(state, fits), _largest_rank(state, fits)]
-    told += [_smallest_machine(state, fits), _seconds(found, job), _disk(found, job, disk_free)]
+    told += [_smallest_machine(state, fits), _seconds(found, job, num_steps), _disk(found, job, disk_free)]
     told += [] if more_gib is None else [_more(state, found, plan_of, more_gib)]
     return tuple(filter(None, told))
 
@@ -122,14 +123,20 @@ def _smallest_machine(state: State, fits: Fits) -> Answer:
     return Answer("machine", words, {"gib": gib})
 
 
-def _seconds(found: VramPlan, job) -> Answer:
-    low, high = found.seconds
-    what = "This picture" if isinstance(job, Work | GenerationRequest) else "The whole run"
-    if isinstance(job, GenerationRequest) and job.count > 1:
-        what = f"These {job.count} pictures"
-    return Answer(
-        "seconds", f"{what} takes {_time(low)} to {_time(high)}.".replace("pictures takes", "pictures take"), {}
-    )
+def _seconds(found: VramPlan, job, num_steps: int | None) -> Answer:
+    low, high = (_time(seconds) for seconds in found.seconds)
+    if isinstance(job, Work | GenerationRequest):
+        count = getattr(job, "count", 1)
+        return Answer(
+            "seconds", f"{f'These {count} pictures take' if count > 1 else 'This takes'} {low} to {high}.", {}
+        )
+    values = to_values(job)
+    steps = values.get("max_steps") or num_steps
+    if steps is None:
+        return Answer("seconds", f"A thousand steps take {low} to {high}; how many there are, the dataset tells.", {})
+    epochs = "" if values.get("max_steps") else f" of {values['num_epochs']} epoch{'s' * (values['num_epochs'] != 1)}"
+    words = f"The whole run{epochs}, {steps} step{'s' * (steps != 1)}, takes {low} to {high}."
+    return Answer("seconds", words, {"steps": steps})
 
 
 def _time(seconds: float) -> str:

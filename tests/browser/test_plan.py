@@ -87,7 +87,7 @@ def test_what_would_fit_is_asked_and_answered_and_goes_with_the_next_keystroke(p
     page.click('#plan [data-do="ask"]')
     page.wait_for_selector("#plan .plan-answers li")
     said = page.inner_text("#plan .plan-answers")
-    for words in ("Largest picture", "Smallest card", "takes", "Disk:", "are free in"):
+    for words in ("Largest picture", "Smallest card", "This takes", "Disk:", "are free in"):
         assert words in said, said
     page.fill("#plan .plan-free", "1.2")
     page.click('#plan [data-do="more"]')
@@ -105,7 +105,7 @@ def test_what_would_fit_is_asked_and_answered_and_goes_with_the_next_keystroke(p
     page.click('#train-plan [data-do="ask"]')
     page.wait_for_selector("#train-plan .plan-answers li")
     said = page.inner_text("#train-plan .plan-answers")
-    assert "Largest batch" in said and "Largest rank" in said and "The whole run takes" in said
+    assert "Largest batch" in said and "Largest rank" in said and "The whole run" in said and "step" in said
     kept_page.check()
 
 
