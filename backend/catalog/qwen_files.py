@@ -81,7 +81,8 @@ _CLASSES = {  # of diffusers' pipelines, as model_index.json names them
     "QwenImageEditPlusPipeline": "edit-2509",
     "QwenImagePipeline": "base",
 }
-_NAMED = re.compile(r"qwen.?image", re.IGNORECASE)
+_NAMED = re.compile(r"(?:qwen|firered).?image", re.IGNORECASE)
+_FIRERED = re.compile(r"firered.?image.?edit", re.IGNORECASE)  # Edit-2509 trained further: it takes several pictures
 _CALLED_EDIT = re.compile(r"qwen.?image.*?edit(?:.*?(?P<when>2509|2511|plus))?", re.IGNORECASE)
 
 
@@ -101,6 +102,8 @@ def tell_variant(variant: str, class_name: str, config: dict, path: Path) -> tup
     word = next(
         (word for word in (path.stem, *[folder.name for folder in path.parents][:5]) if _NAMED.search(word)), ""
     )
+    if _FIRERED.search(word):
+        return "edit-2509", "FireRed-Image-Edit", f"it is called {word}"
     called = _CALLED_EDIT.search(word)
     if called is None:
         return None

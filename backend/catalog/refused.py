@@ -13,7 +13,7 @@ from backend.catalog.adapter import is_adapter
 from backend.catalog.entries import all_meant, parts_meant, rounding_of
 from backend.catalog.header import read_header
 from backend.catalog.optimizing import check_named, part_rates, part_schedules
-from backend.catalog.rounded import METHODS, NO_GRADIENT, package_of
+from backend.catalog.rounded import ELSEWHERE, METHODS, NO_GRADIENT, package_of
 from backend.catalog.sizes import EMBEDDING, ModelSizes, PartSizes
 from backend.catalog.spec import ModelSpec, PartSpec
 from backend.catalog.targets import check_oft, pattern_of, target_modules
@@ -212,6 +212,12 @@ def _check_kept(
 
 
 def _check_method(name: str) -> None:
+    if name in ELSEWHERE:
+        raise Trouble(
+            "not_supported",
+            f"The quantisation {name} (--quant_options) multiplies through the package comfy-kitchen, which is not used here.",
+            hint=f"{ELSEWHERE[name]} multiplies in the same numbers.",
+        )
     if name not in METHODS:
         raise Trouble(
             "bad_value",

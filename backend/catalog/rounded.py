@@ -25,6 +25,11 @@ def _four_bits_in_groups(rows: int, columns: int, wide: int) -> int:
     return rows * columns // 2 + 2 * 2 * rows * -(-columns // GROUP)  # a factor and a zero of 16 bits each
 
 
+def _block_factors(rows: int, columns: int, block: int) -> int:
+    """Bytes of the factors of blocks of a row, as tensor cores read them: rows in groups of 128, blocks in groups of 4."""
+    return 128 * -(-rows // 128) * 4 * -(-columns // (4 * block))
+
+
 METHODS: dict[str, Callable[[int, int, int], int]] = {  # (rows, columns, bytes of a number that computes) -> bytes
     "int8": lambda rows, columns, wide: rows * columns + wide * rows,
     "bitsandbytes_nf4": _four_bits,
@@ -35,12 +40,26 @@ METHODS: dict[str, Callable[[int, int, int], int]] = {  # (rows, columns, bytes 
     "torchao_int4_w4a16": _four_bits_in_groups,
     "torchao_int8_w8a8": lambda rows, columns, wide: rows * columns + 5 * rows,
     "torchao_fp8_w8a8": lambda rows, columns, wide: rows * columns + 4 * rows,
+    "torchao_nvfp4_w4a16": lambda rows, columns, wide: rows * columns // 2 + _block_factors(rows, columns, 16) + 4,
+    # These need a card of their own kind (NVIDIA's Hopper or Blackwell); their bytes are by the formats' definitions, not measured.
+    "torchao_nvfp4_w4a4": lambda rows, columns, wide: rows * columns // 2 + _block_factors(rows, columns, 16) + 4,
+    "torchao_mxfp4_w4a4": lambda rows, columns, wide: rows * columns // 2 + _block_factors(rows, columns, 32),
+    "torchao_mxfp8_w8a8": lambda rows, columns, wide: rows * columns + _block_factors(rows, columns, 32),
+    "torchao_int4_w4a8": _four_bits_in_groups,
+}
+ELSEWHERE = {  # methods of DiffSynth-Studio that are not carried out here -> the one that does the same
+    "comfy_kitchen_int8_w8a8": "torchao_int8_w8a8",
+    "comfy_kitchen_fp8_w8a8": "torchao_fp8_w8a8",
 }
 KEPT_IN_FULL = (
     "torchao_int8_w8a16",
     "torchao_fp8_w8a16",
+    "torchao_nvfp4_w4a16",
 )  # autograd keeps each layer's weight in full until its backward pass
-NO_GRADIENT = ("torchao_int4_w4a16", "torchao_int8_w8a8", "torchao_fp8_w8a8")
+NO_GRADIENT = (
+    "torchao_int4_w4a16", "torchao_int8_w8a8", "torchao_fp8_w8a8", "torchao_nvfp4_w4a4", "torchao_mxfp4_w4a4", "torchao_mxfp8_w8a8",
+    "torchao_int4_w4a8",
+)  # fmt: skip
 
 
 def package_of(method: str) -> str:

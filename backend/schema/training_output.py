@@ -12,7 +12,10 @@ class OutputSection:
     name: str = knob("lora", help="Name of the run; it is written into the files it makes.")
     output_path: str = knob("./models", help="Folder for the results and for the run's own files.", level="advanced")
     remove_prefix_in_ckpt: str = knob(
-        "pipe.dit.", help="Cut from the names in the saved files.", level="advanced", label="Remove prefix"
+        "pipe.dit.",
+        help="Cut from the beginning of the names in the saved files, which are `pipe.PART.NAME` in full.",
+        level="advanced",
+        label="Remove prefix",
     )
     save_steps: int | None = knob(
         None, help="Save every so many steps; without it, after every epoch.", low=1, high=10**9

@@ -175,7 +175,7 @@ def load_adapter(
     filled = set()
     for name, weight in weights.items():
         key = _key(adapter, name)
-        found = _stored(key, stored)
+        found = _stored(key, stored, adapter.part)
         if found is None:
             continue
         if found.shape != weight.shape:
@@ -198,7 +198,7 @@ def load_adapter(
 
 def _check_strength(adapter: Adapter, module: str, stored: dict[str, torch.Tensor], rules: AlphaRules) -> None:
     """Raises Trouble where the file's alpha is not this run's: the same factors would then act at another strength."""
-    found, rank = _stored(f"{module}.alpha", stored), adapter.ranks[module]
+    found, rank = _stored(f"{module}.alpha", stored, adapter.part), adapter.ranks[module]
     alpha = float(found) if found is not None else rules.scale((module,), adapter.part, rank) * rank
     ours = _alpha(adapter, module)
     if adapter.algorithm != "oft" and abs(alpha - ours) > 1e-3 * max(abs(alpha), abs(ours)):
@@ -215,12 +215,14 @@ def _alpha(adapter: Adapter, module: str) -> float:
     return adapter.alphas[module] * root
 
 
-def _stored(key: str, stored: dict[str, torch.Tensor]) -> torch.Tensor | None:
+def _stored(key: str, stored: dict[str, torch.Tensor], part: str) -> torch.Tensor | None:
     kohya = key.replace("lora_A.", "lora_down.").replace("lora_B.", "lora_up.")
     named = key.replace("lora_A.", f"lora_A.{ADAPTER}.").replace("lora_B.", f"lora_B.{ADAPTER}.")
     found = [
         prefix + spelling
-        for prefix in ("", "pipe.dit.", "transformer.", "diffusion_model.", "base_model.model.")
+        for prefix in dict.fromkeys(
+            ("", f"pipe.{part}.", f"{part}.", "transformer.", "diffusion_model.", "base_model.model.")
+        )
         for spelling in dict.fromkeys((key, named, kohya))
         if prefix + spelling in stored
     ]

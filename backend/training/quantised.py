@@ -6,6 +6,7 @@ so a resumed run has the same base as before; what is saved is the adapter alone
 
 from __future__ import annotations
 
+import importlib
 import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -134,18 +135,29 @@ def _bitsandbytes_int8(layer: Linear) -> Linear:
     return made.to(layer.weight.device)
 
 
-def _torchao(config: str) -> Callable[[Linear], Linear]:
+def _torchao(config: str, *, numbers: str = "") -> Callable[[Linear], Linear]:
+    """By a configuration of torchao, stable or prototype; `numbers`: the dtype of weights and activations in blocks of 32 (MX)."""
+
     def make(layer: Linear) -> Linear:
         from torchao import quantization
 
-        kind = getattr(quantization, config, None)
-        if kind is None:
-            raise ImportError(f"this torchao has no {config}.")
+        kind = getattr(quantization, config, None) or getattr(_prototypes(), config, None)
+        dtype = getattr(torch, numbers, None) if numbers else None
+        if kind is None or (numbers and dtype is None):
+            raise ImportError(f"this torchao or torch has no {config if kind is None else numbers}.")
+        blocks = {"block_size": 32, "activation_dtype": dtype, "weight_dtype": dtype} if numbers else {}
         held = torch.nn.ModuleList([layer])  # it replaces children of what it is given
-        quantization.quantize_(held, kind())
+        quantization.quantize_(held, kind(**blocks))
         return held[0]
 
     return make
+
+
+def _prototypes():
+    try:
+        return importlib.import_module("torchao.prototype.mx_formats")
+    except ImportError:
+        return None
 
 
 METHODS: dict[str, Callable[[Linear], Linear]] = {  # bytes and packages of each: `catalog.rounded`
@@ -158,4 +170,9 @@ METHODS: dict[str, Callable[[Linear], Linear]] = {  # bytes and packages of each
     "torchao_int4_w4a16": _torchao("Int4WeightOnlyConfig"),
     "torchao_int8_w8a8": _torchao("Int8DynamicActivationInt8WeightConfig"),
     "torchao_fp8_w8a8": _torchao("Float8DynamicActivationFloat8WeightConfig"),
+    "torchao_nvfp4_w4a16": _torchao("NVFP4WeightOnlyConfig"),
+    "torchao_nvfp4_w4a4": _torchao("NVFP4DynamicActivationNVFP4WeightConfig"),
+    "torchao_mxfp4_w4a4": _torchao("MXDynamicActivationMXWeightConfig", numbers="float4_e2m1fn_x2"),
+    "torchao_mxfp8_w8a8": _torchao("MXDynamicActivationMXWeightConfig", numbers="float8_e4m3fn"),
+    "torchao_int4_w4a8": _torchao("Float8DynamicActivationInt4WeightConfig"),
 }

@@ -21,13 +21,14 @@ SAVE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": 
 
 
 def result_tensors(run: Run) -> dict[str, torch.Tensor]:
-    """What is saved as a result: the adapter, or the parts that trained under `pipe.<part>.` without the prefix to cut."""
+    """What is saved as a result: the adapter and the parts that trained, under `pipe.<part>.` without the prefix to cut (`remove_prefix_in_ckpt`)."""
     dtype = SAVE_DTYPES[run.config.output.save_dtype]
     adapted = run.adapter.part if run.adapter else None
     state = {}
     if run.adapter:
         own = {name: weight for name, weight in run.weights.items() if name.startswith(f"{adapted}.")}
-        state.update(adapter_state(run.adapter, shards.whole(own), dtype=dtype))
+        named = adapter_state(run.adapter, shards.whole(own), dtype=dtype)
+        state.update({f"pipe.{adapted}.{name}": tensor for name, tensor in named.items()})
     for part in run.trained:
         for name, tensor in shards.whole(dict(run.learner.parts[part].state_dict())).items():
             kind = dtype if tensor.is_floating_point() else tensor.dtype

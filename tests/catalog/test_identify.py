@@ -406,6 +406,8 @@ def test_edit_variants_are_told_by_class_and_configuration_and_alone_have_the_vi
         ("qwen_image_edit_2509_fp8_e4m3fn.safetensors", "edit-2509"),
         ("Qwen-Image-Edit-2511-Lightning.safetensors", "edit-2511"),
         ("qwen_image_edit_plus.safetensors", "edit-2509"),
+        ("FireRed-Image-Edit-1.0.safetensors", "edit-2509"),
+        ("firered_image_edit_1.1_bf16.safetensors", "edit-2509"),
         ("qwen_image_edit_fp8.safetensors", "edit"),
         ("qwen_image_fp8.safetensors", "base"),
         ("edited.safetensors", "base"),

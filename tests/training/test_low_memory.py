@@ -184,6 +184,7 @@ QUANTISED = (
     "bitsandbytes_int8",
     "torchao_int8_w8a16",
     "torchao_fp8_w8a16",
+    "torchao_nvfp4_w4a16",
 )
 
 

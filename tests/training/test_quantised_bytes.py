@@ -18,6 +18,7 @@ MEASURABLE = (
     "torchao_int8_w8a16",
     "torchao_fp8_w8a16",
     "torchao_int8_w8a8",
+    "torchao_nvfp4_w4a16",
 )
 
 

@@ -172,3 +172,62 @@ def test_the_scripts_of_models_that_edit(typed, folder: Path, name: str):
         {what} --output_path "./models/train/out" {"--zero_cond_t" if name.endswith("2511") else ""}""")
     started = next(event for event in _events(out) if event["event"] == "started")
     assert started["model"] == name and load_file(result(out))
+
+
+@pytest.mark.parametrize("prefix", ["pipe.dit.", "pipe.", "", "nonsense."])
+def test_the_prefix_is_cut_from_the_names_of_a_lora_too(run_training, tmp_path: Path, prefix: str):
+    """DiffSynth's names in full are `pipe.dit.MODULE…`; each file is read again, whatever was cut."""
+    from backend.catalog.identify import identify_lora
+    from backend.families import FAMILIES
+
+    assert run_training(tmp_path / "run", "--max_steps", 1, "--remove_prefix_in_ckpt", prefix) == 0
+    file = tmp_path / "run" / "step-1.safetensors"
+    with safe_open(file, "pt") as stored:
+        names = list(stored.keys())
+    whole = "pipe.dit.transformer_blocks.0.attn.to_q.lora_A.weight"
+    assert whole.removeprefix(prefix) in names and all(
+        name == f"pipe.dit.{name}".removeprefix(prefix) or prefix != "pipe.dit." for name in names
+    )
+    assert identify_lora(file, FAMILIES).family == "qwen_image"
+    assert run_training(tmp_path / "again", "--max_steps", 1, "--lora_checkpoint", file) == 0
+    assert run_training(tmp_path / "over", "--max_steps", 1, "--preset_lora_path", file) == 0
+
+
+def test_a_local_path_stands_among_ids(typed, folder: Path):
+    """`--model_id_with_origin_paths` takes files that are there, as entries of `--fp8_models` too."""
+    mine = folder / "mine.safetensors"
+    shutil.copy(next((folder / "models/Qwen/Qwen-Image/transformer").glob("*.safetensors")), mine)
+    shutil.copy(folder / "models/Qwen/Qwen-Image/transformer/config.json", folder / "config.json")
+    command = ONE_STAGE["fp8"].replace(DIT, "mine.safetensors")
+    assert load_file(result(typed(command)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--template_model_id_or_path", "x"], "Template models"),
+        (["--enable_lora_hot_loading"], "always acts beside the weights"),
+        (["--dmd2_student_update_freq", "5"], "Distillation by DMD2"),
+        (["--task", "train_dpo"], "train_dpo"),
+        (["--extra_inputs", "controlnet_image"], "controlnet_image"),
+        (["--extra_inputs", "layer_input_image"], "layer_input_image"),
+        (["--extra_inputs", "eligen_entity_masks"], "eligen_entity_masks"),
+        (["--quant_options", "dit:comfy_kitchen_fp8_w8a8"], "torchao_fp8_w8a8 multiplies in the same numbers"),
+    ],
+)
+def test_what_is_not_trained_here_is_one_sentence(
+    run_training, data, tmp_path: Path, capsys, flags: list[str], words: str
+):
+    import os
+
+    (tmp_path / "set").mkdir()
+    from PIL import Image
+
+    Image.new("RGB", (16, 16)).save(tmp_path / "set" / "a.png")
+    keys = "".join(f",{name}" for name in flags[1:] if flags[0] == "--extra_inputs")
+    (tmp_path / "set" / "m.csv").write_text(f"image,prompt{keys}\na.png,a ball{',a.png' if keys else ''}\n")
+    table = ("--dataset_metadata_path", tmp_path / "set" / "m.csv")
+    assert run_training(tmp_path / "run", *table, *flags, dataset=tmp_path / "set") == 2
+    said = capsys.readouterr().err.strip()
+    assert words in said and "Traceback" not in said and os.linesep * 2 not in said
+    assert not list(data.cache.rglob("*.safetensors"))
