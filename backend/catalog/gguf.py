@@ -52,9 +52,6 @@ BLOCKS = {
     40: ("GGUF_NVFP4", 64, 36),
     41: ("GGUF_Q1_0", 128, 18),
 }
-NOT_READ = tuple(
-    f"GGUF_IQ{kind}" for kind in ("1_S", "1_M", "2_XXS", "2_XS", "2_S", "3_XXS", "3_S")
-)  # codebooks of ggml's
 SCALARS = {0: "B", 1: "b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "?", 10: "<Q", 11: "<q", 12: "<d"}
 STRING, ARRAY = 8, 9
 MOST_ENTRIES = 1_000_000

@@ -281,6 +281,10 @@ def _laid_out(scale: torch.Tensor, settings: Mapping, numbers: torch.Tensor, blo
 
 def _by_run(numbers: torch.Tensor, scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Runs of neighbouring inputs times their factors (rows, runs); rows that were added at the end are cut off."""
+    if not bool(torch.isfinite(scale).all()):
+        raise Trouble(
+            "not_finite", "A factor of a 4-bit weight is NaN or infinite.", hint="The model's file is damaged."
+        )
     rows, runs = scale.shape
     return numbers.view(rows, runs, -1).mul_(scale[:, :, None]).view(numbers.shape)[: shape[0]]
 

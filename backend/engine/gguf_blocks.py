@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from safetensors.torch import load_file
+
+from backend.schema.places import ASSETS
 
 PIECE, CARD_PIECE = 1 << 20, 1 << 24  # numbers read at a time: each step of a formula makes as many again, in float32
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # the 16 levels of the IQ4 types
@@ -218,6 +221,109 @@ def _q8_k(blocks):
     return blocks[:, :4].contiguous().view(torch.float32) * _signed(blocks[:, 4:260]).float()
 
 
+def _iq2_xxs(blocks):
+    words = blocks[:, 2:].contiguous().view(torch.int32).view(-1, 8, 2)
+    numbers = _codebook("iq2_xxs", blocks)[words[..., 0].contiguous().view(torch.uint8).view(-1, 8, 4).long()]
+    scale = _half(blocks, 0) * (0.5 + (words[..., 1] >> 28 & 15).float()) * 0.25
+    return scale[:, :, None, None] * numbers * _signs(words[..., 1])
+
+
+def _iq2_xs(blocks):
+    words = _words16(blocks[:, 2:66]).view(-1, 16, 2)
+    numbers = _codebook("iq2_xs", blocks)[(words & 511).long()] * _sign_bits(_even(words >> 9))
+    return _by_four_bits(blocks, blocks[:, 66:74])[:, :, None, None] * numbers
+
+
+def _iq2_s(blocks):
+    codes = _with_high_bits(blocks[:, 2:34], blocks[:, 66:74], 2).view(-1, 16, 2)
+    numbers = _codebook("iq2_s", blocks)[codes] * _sign_bits(blocks[:, 34:66].reshape(-1, 16, 2).int())
+    return _by_four_bits(blocks, blocks[:, 74:82])[:, :, None, None] * numbers
+
+
+def _iq3_xxs(blocks):
+    words = blocks[:, 66:].contiguous().view(torch.int32)
+    numbers = _codebook("iq3_xxs", blocks)[blocks[:, 2:66].long()].view(-1, 8, 4, 8)
+    scale = _half(blocks, 0) * (0.5 + (words >> 28 & 15).float()) * 0.5
+    return scale[:, :, None, None] * numbers * _signs(words)
+
+
+def _iq3_s(blocks):
+    codes = _with_high_bits(blocks[:, 2:66], blocks[:, 66:74], 1)
+    numbers = _codebook("iq3_s", blocks)[codes].view(-1, 8, 4, 8) * _sign_bits(
+        blocks[:, 74:106].reshape(-1, 8, 4).int()
+    )
+    scale = _half(blocks, 0) * (1 + 2 * _in_turn(blocks[:, 106:110]).float())
+    return scale[:, :, None, None] * numbers
+
+
+def _iq1_s(blocks):
+    high = _words16(blocks[:, 34:50])
+    places = torch.arange(0, 12, 3, device=blocks.device)
+    codes = blocks[:, 2:34].int().view(-1, 8, 4) | (high[:, :, None] >> places & 7) << 8
+    scale = _half(blocks, 0) * (2 * (high >> 12 & 7) + 1).float()
+    offset = 0.125 - 0.25 * (high >> 15 & 1).float()
+    return scale[:, :, None, None] * (_codebook("iq1_s", blocks)[codes.long()] + offset[:, :, None, None])
+
+
+def _iq1_m(blocks):
+    """The float16 scale of a block is spread over the highest four bits of its four words of scales."""
+    words, high = _words16(blocks[:, 48:56]), _in_turn(blocks[:, 32:48])
+    whole = sum((words[:, place] >> 12 & 15) << 4 * place for place in range(4))
+    whole = torch.stack([whole & 255, whole >> 8], dim=1).to(torch.uint8).view(torch.float16).float()
+    places = torch.arange(0, 12, 3, device=blocks.device)
+    scale = whole * (2 * (words[:, :, None] >> places & 7) + 1).flatten(1).float()
+    codes = blocks[:, :32].int() | (high & 7).int() << 8
+    offset = 0.125 - 0.25 * (high >> 3 & 1).float()
+    numbers = _codebook("iq1_s", blocks)[codes.long()] + offset[:, :, None]
+    return scale[:, :, None, None] * numbers.view(-1, 16, 2, 8)
+
+
+@lru_cache(maxsize=16)
+def _codebook_on(name: str, device: torch.device) -> torch.Tensor:
+    return load_file(ASSETS / "ggml" / "codebooks.safetensors")[name].to(device).float()
+
+
+def _codebook(name: str, blocks: torch.Tensor) -> torch.Tensor:
+    """ggml's table `name`: a code -> 8 (or 4) numbers, float32, on the device of `blocks`."""
+    return _codebook_on(name, blocks.device)
+
+
+def _words16(values: torch.Tensor) -> torch.Tensor:
+    """Unsigned 16-bit words, lowest byte first, as int32."""
+    return values[:, 0::2].int() | values[:, 1::2].int() << 8
+
+
+def _in_turn(values: torch.Tensor) -> torch.Tensor:
+    """The low and the high four bits of each byte in turn: (B, 2n) of (B, n)."""
+    return torch.stack([values & 15, values >> 4], dim=2).flatten(1)
+
+
+def _by_four_bits(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return _half(blocks, 0) * (0.5 + _in_turn(scales).float()) * 0.25
+
+
+def _with_high_bits(low: torch.Tensor, high: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes of 8 + `bits` bits: the low bytes, and their highest bits packed, first ones lowest."""
+    places = torch.arange(0, 8, bits, device=low.device, dtype=torch.uint8)
+    return (low.int() | ((high[:, :, None] >> places) & (2**bits - 1)).flatten(1).int() << 8).long()
+
+
+def _even(seven: torch.Tensor) -> torch.Tensor:
+    """Seven sign bits and an eighth that makes their number even."""
+    odd = sum(seven >> place & 1 for place in range(7)) & 1
+    return seven & 127 | odd << 7
+
+
+def _signs(words: torch.Tensor) -> torch.Tensor:
+    """Four times eight signs of the low 28 bits of each word: (..., 4, 8)."""
+    return _sign_bits(_even(words[..., None] >> torch.arange(0, 28, 7, device=words.device) & 127))
+
+
+def _sign_bits(bits: torch.Tensor) -> torch.Tensor:
+    """-1 where a bit is set, else 1: (..., 8) of (...)."""
+    return 1.0 - 2.0 * (bits[..., None] >> torch.arange(8, device=bits.device) & 1).float()
+
+
 # type -> (numbers in a block, its bytes, how it is read)
 TYPES: dict[str, tuple[int, int, Callable[[torch.Tensor], torch.Tensor]]] = {
     "GGUF_Q4_0": (32, 18, _q4_0),
@@ -239,4 +345,11 @@ TYPES: dict[str, tuple[int, int, Callable[[torch.Tensor], torch.Tensor]]] = {
     "GGUF_Q1_0": (128, 18, _q1_0),
     "GGUF_Q8_1": (32, 36, _q8_1),
     "GGUF_Q8_K": (256, 292, _q8_k),
+    "GGUF_IQ1_S": (256, 50, _iq1_s),
+    "GGUF_IQ1_M": (256, 56, _iq1_m),
+    "GGUF_IQ2_XXS": (256, 66, _iq2_xxs),
+    "GGUF_IQ2_XS": (256, 74, _iq2_xs),
+    "GGUF_IQ2_S": (256, 82, _iq2_s),
+    "GGUF_IQ3_XXS": (256, 98, _iq3_xxs),
+    "GGUF_IQ3_S": (256, 110, _iq3_s),
 }

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from backend.catalog.gguf import BLOCKS, NOT_READ
+from backend.catalog.gguf import BLOCKS
 from backend.catalog.identify import identify_model
 from backend.engine.gguf_blocks import TYPES, Blocks
 from backend.families import FAMILIES
@@ -18,6 +18,8 @@ from backend.pipelines import ModelConfig, QwenImagePipeline
 from backend.schema.messages import Trouble
 
 pytestmark = pytest.mark.torch
+FORMS = Path(__file__).parents[1] / "cases" / "forms"
+WITH_CODEBOOKS = tuple(f"GGUF_IQ{kind}" for kind in ("1_S", "1_M", "2_XXS", "2_XS", "2_S", "3_XXS", "3_S"))
 SCALES = {
     "GGUF_Q2_K": (80, 82),
     "GGUF_Q3_K": (108,),
@@ -117,7 +119,7 @@ def number(kind: str, b: bytes, i: int) -> float:
     return d * (scale - 32) * levels[nibble(b[8 + 16 * j :], k)]
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", [kind for kind in TYPES if kind not in WITH_CODEBOOKS])
 def test_every_type_is_read_as_by_plain_loops(kind):
     size, nbytes, _ = TYPES[kind]
     generator = torch.Generator().manual_seed(0)
@@ -132,10 +134,17 @@ def test_every_type_is_read_as_by_plain_loops(kind):
     assert found.shape == (size, 3) and torch.allclose(found.flatten(), torch.tensor(expected), rtol=1e-6, atol=1e-6)
 
 
-def test_every_type_is_read_or_known_not_to_be():
-    named = {name for name, _, _ in BLOCKS.values() if name.startswith("GGUF_")}
-    assert named - set(NOT_READ) == set(TYPES) and set(NOT_READ) < named
-    assert all((size, nbytes) == TYPES[name][:2] for name, size, nbytes in BLOCKS.values() if name in TYPES)
+def test_every_type_of_the_header_is_read():
+    named = {name: (size, nbytes) for name, size, nbytes in BLOCKS.values() if name.startswith("GGUF_")}
+    assert named == {name: TYPES[name][:2] for name in TYPES}
+
+
+@pytest.mark.parametrize("kind", WITH_CODEBOOKS)
+def test_types_with_codebooks_are_read_as_by_the_gguf_package(kind):
+    """Blocks at random and what its `dequantize` made of them."""
+    known = load_file(FORMS / "ggml_codebooks.safetensors")
+    blocks, numbers = known[f"{kind}|blocks"], known[f"{kind}|numbers"]
+    assert torch.equal(Blocks(kind, tuple(numbers.shape)).decode(blocks.flatten()), numbers)
 
 
 def test_blocks_written_by_hand():
@@ -243,18 +252,9 @@ def test_what_lies_beside_blocks_and_is_not_theirs_is_refused(role, both, tiny_q
         identify_model(tmp_path / "dit.gguf", FAMILIES)
 
 
-@pytest.mark.parametrize(("kind", "nbytes", "words"), [(16, 66, "GGUF IQ2_XXS"), (99, 66, "GGUF type 99")])
-def test_types_that_are_not_read_are_named(kind, nbytes, words, tiny_qwen, tmp_path):
-    stored = {}
-    for name, weight in load_file(tiny_qwen / "transformer" / "diffusion_pytorch_model.safetensors").items():
-        mine = name.endswith("img_mlp.net.2.weight")
-        raw = (
-            bytes(weight.numel() // 256 * nbytes)
-            if mine
-            else weight.float().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        )
-        stored[name] = (kind if mine else 0, tuple(weight.shape), raw)
-    write_gguf(tmp_path / "dit.gguf", stored)
-    with pytest.raises(Trouble, match=words) as caught:
+def test_a_type_that_is_not_known_is_refused(tiny_qwen, tmp_path):
+    weight = load_file(tiny_qwen / "transformer" / "diffusion_pytorch_model.safetensors")["img_in.weight"]
+    write_gguf(tmp_path / "dit.gguf", {"img_in.weight": (99, tuple(weight.shape), bytes(weight.numel()))})
+    with pytest.raises(Trouble, match="GGUF type 99") as caught:
         identify_model(tmp_path / "dit.gguf", FAMILIES)
     assert caught.value.kind == "not_supported"

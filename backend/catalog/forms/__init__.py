@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 
 from backend.catalog.forms import bitsandbytes, comfy, factors, quanto, sdnq, svdquant, torchao, vendors
 from backend.catalog.forms.evidence import COMPANIONS, gather
-from backend.catalog.forms.layer import ACTIVATIONS, FLOAT8, FLOATS, HINT, MARKERS, Decision, Layer, not_read, refusal
-from backend.catalog.gguf import NOT_READ
+from backend.catalog.forms.layer import ACTIVATIONS, FLOAT8, FLOATS, HINT, MARKERS, Decision, Layer, refusal
 from backend.catalog.spec import TensorAt
 from backend.schema.messages import Trouble
 
@@ -119,8 +118,6 @@ def _is_marked(at: TensorAt) -> bool:
 
 def _plain(layer: Layer) -> Decision:
     """A weight of plain numbers: nothing beside it may say that they are codes."""
-    if layer.weight.dtype in NOT_READ:
-        raise not_read(layer, layer.weight.dtype.replace("_", " ", 1))
     if layer.torchao:
         torchao.match(layer)
     factors.left_beside(layer)
