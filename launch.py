@@ -33,7 +33,7 @@ from pathlib import Path
 
 from backend.host.environment import ready_python
 from backend.host.isolation import SAFE, isolated
-from backend.host.token import token
+from backend.host.token import ticket, token
 from backend.schema import access
 from backend.schema.messages import Trouble
 from backend.schema.places import Places
@@ -101,11 +101,11 @@ def serve(options: argparse.Namespace) -> int:
     words = [*access.flags_for_studio(options), "--port", str(port), "--data", str(data)]
     words += ["--auth-from-stdin"] if logins else []
     secret = "" if options.no_token else token(Places(data))
-    address = access.address(options.host, port, "" if logins else secret)
+    shown = "" if logins else secret
     asked = Asked()
     child = start_studio([python, *SAFE, "-m", "studio.app", *words], data, logins)
     answered = threading.Event()
-    threading.Thread(target=greet, args=(child, options, port, address, answered), daemon=True).start()
+    threading.Thread(target=greet, args=(child, options, port, shown, answered), daemon=True).start()
     code = watch(child, asked)
     if asked.count:
         return sweep(python, data)
@@ -180,18 +180,21 @@ def sweep(python: str, data: Path) -> int:
 
 
 def greet(
-    child: subprocess.Popen, options: argparse.Namespace, port: int, address: str, answered: threading.Event
+    child: subprocess.Popen, options: argparse.Namespace, port: int, secret: str, answered: threading.Event
 ) -> None:
-    """Once the page answers: prints its address and opens the browser."""
+    """Once the page answers: prints its address, with the token, and opens the browser.
+
+    The browser gets an address that opens the page once: what it is started with can be seen in the list of processes.
+    """
     while not answers(access.reachable(options.host).strip("[]"), port):
         if child.poll() is not None:
             return
         time.sleep(0.1)
     answered.set()
     behind = f", for the proxy that serves it under {options.root_path}" if options.root_path else ""
-    print(f"\nLoft is at {address}{behind}   (Ctrl-C ends it)\n", flush=True)
+    print(f"\nLoft is at {access.address(options.host, port, secret)}{behind}   (Ctrl-C ends it)\n", flush=True)
     if not options.no_browser and not behind and has_screen():
-        webbrowser.open(address)
+        webbrowser.open(access.address(options.host, port, secret and ticket(secret)))
 
 
 def answers(host: str, port: int) -> bool:

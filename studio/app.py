@@ -46,6 +46,7 @@ from studio.asking import QUIET, ask, ask_at_first
 from studio.serving import server
 from studio.serving.hosts import Hosts
 from studio.serving.keys import Keys
+from studio.serving.sessions import limit_arenas
 from studio.studio import Studio, live
 from studio.words import notice
 
@@ -205,6 +206,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves the page until it is interrupted or asked to end; then ends what it started. Returns the exit code."""
     args = parse(sys.argv[1:] if argv is None else argv)
+    limit_arenas()
     try:  # before `Ending`, which reads stdin to its end
         handed = access.logins_from_stdin() if args.auth_from_stdin else None
     except Trouble as trouble:

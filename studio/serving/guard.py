@@ -98,7 +98,8 @@ class Guard:
     # Keys that are shown
 
     async def _by_address(self, question: Asked, token: str, send) -> None:
-        if await self._judge(question, send, right=self.keys.is_token(token), what="token"):
+        right = self.keys.is_token(token) or (question.method == "GET" and self.keys.takes_ticket(token))
+        if await self._judge(question, send, right=right, what="token"):
             await self._go(send, question, self._address(question), self.keys.of_token())
 
     async def _login(self, question: Asked, receive, send) -> None:

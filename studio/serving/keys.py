@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import secrets
@@ -10,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from backend.host.token import ticket_number
 from studio.serving.asked import Asked
 
 COOKIE_SECONDS = 400 * 24 * 3600  # the longest that browsers keep one
@@ -25,6 +27,8 @@ class Keys:
 
     def __init__(self, token: str, logins: Sequence[tuple[str, str]] = (), clock: Callable[[], float] = time.monotonic):
         self._token = _digest("token", token) if token else b""
+        self._ticket_number = functools.partial(ticket_number, token) if token else lambda text: ""
+        self._used: OrderedDict[str, None] = OrderedDict()  # tickets; an old one is refused for its age
         self._logins = tuple((user, _digest("login", user, password)) for user, password in logins)
         # A cookie is sent to every port of a host. Its name is made from the token, so that studios beside each other do not take
         # away each other's; its value is no token, so that another program of this host that is sent it does not learn that.
@@ -50,6 +54,17 @@ class Keys:
 
     def is_token(self, text: str) -> bool:
         return bool(self._token) and hmac.compare_digest(_digest("token", text), self._token)
+
+    def takes_ticket(self, text: str) -> bool:
+        """Whether this is a ticket that nobody has used; it is used then."""
+        number = self._ticket_number(text)
+        with self._lock:
+            if not number or number in self._used:
+                return False
+            self._used[number] = None
+            while len(self._used) > MOST_LOGINS:
+                self._used.popitem(last=False)
+        return True
 
     def is_login(self, user: str, password: str) -> bool:
         """Whether user and password belong together. An unknown user takes as long as a wrong password."""

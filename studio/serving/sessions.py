@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import sys
+
 from gradio.state_holder import SessionState, StateHolder
 
 MOST_SESSIONS = 32  # the newest; one that was forgotten is drawn anew when it is looked at
@@ -35,3 +39,14 @@ class Sessions(StateHolder):
         if session_id not in self.session_data:
             self.session_data[session_id] = Session(self.blocks)
         return super().__getitem__(session_id)
+
+
+def limit_arenas(most: int = 2) -> None:
+    """Lets all threads share the C library's heaps, where that is glibc.
+
+    By default each of the forty threads that answer has one of its own, and what was freed in one is not used again by the others: the
+    studio grew by twice as much with the same pages. `M_ARENA_MAX` is -8 in malloc.h. Children are not affected, as they would be by MALLOC_ARENA_MAX.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).mallopt(-8, most)

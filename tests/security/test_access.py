@@ -12,7 +12,7 @@ import pytest
 
 from backend.families import FAMILIES
 from backend.host.engine import Engine
-from backend.host.token import token
+from backend.host.token import ticket, token
 from backend.schema.messages import Trouble
 from backend.schema.places import Places
 from studio import app
@@ -139,6 +139,26 @@ def test_the_address_with_the_token_leaves_a_cookie_and_no_token(locked):
         "=" * 500,
     ):
         assert ask(locked.port, "/", Cookie=cookie).status == 401
+
+
+def test_the_address_that_a_browser_is_started_with_opens_the_page_once(locked):
+    made = ticket(locked.token)
+    assert locked.token not in made and ask(locked.port, f"/?token={made}", method="HEAD").status in (401, 429)
+    reply = ask(locked.port, f"/?token={made}")
+    assert reply.status == 303 and ask(locked.port, "/", Cookie=reply.cookie).status == 200
+    assert ask(locked.port, f"/?token={made}").status in (401, 429), "once"
+    assert ask(locked.port, f"/?token={made}", Cookie=reply.cookie).status == 303, (
+        "a browser that reloads it is in already"
+    )
+    others = (
+        ticket("x" * 43),
+        ticket(locked.token, now=time.time() - 601),
+        ticket(locked.token)[:-1] + "g",
+        "once-1-2-3",
+    )
+    for other in others:
+        assert ask(locked.port, f"/?token={other}").status in (401, 429)
+    assert ask(locked.port, "/", Authorization=f"Bearer {ticket(locked.token)}").status in (401, 429)
 
 
 def test_what_was_pasted_into_the_page_opens_it(locked):
