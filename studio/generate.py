@@ -166,7 +166,7 @@ def view(
         "edited": (text(kept.get("model")), tuple(texts(kept.get("edit_images")))),
         "plan": (
             kept if "plan" not in seen or settled(request_file(studio.places)) else seen["plan"][0],
-            (choice["card"], choice["asked"]),
+            (choice["card"], choice.get("asked", "")),
             snapshot.state,
             plan_panel.answers(studio),
         ),
@@ -192,7 +192,7 @@ def view(
     if "edited" in fresh:
         out[7] = drawn_edits(studio, *now["edited"])
     if "plan" in fresh:
-        out[6] = plan_of(studio, whole_request(studio), choice["card"], choice["asked"])
+        out[6] = plan_of(studio, whole_request(studio), choice["card"], choice.get("asked", ""))
     return out, seen | now
 
 

@@ -278,9 +278,9 @@ def view(studio: Studio, tab: Train, choice: dict, seen: dict, use: Use | None =
         out[6] = run_view.runs_list(found, shown=run, now=now)
     config = remembered(studio)
     asked = config if "plan" not in seen or settled(training_file(studio.places)) else seen["plan"][0]
-    plan = (asked, choice["card"], choice["asked"], plan_panel.answers(studio))
+    plan = (asked, choice["card"], choice.get("asked", ""), plan_panel.answers(studio))
     if seen.get("plan") != plan:
-        out[7] = plan_of(studio, config, choice["card"], choice["asked"])
+        out[7] = plan_of(studio, config, choice["card"], choice.get("asked", ""))
     return out, watching | {"run": one, "runs": every, "plan": plan}
 
 
