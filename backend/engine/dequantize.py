@@ -54,15 +54,15 @@ class Dequantizer:
                 part.view(dtype).view(piece.shape) if piece.nbytes else part.new_empty(piece.shape, dtype=dtype)
             )
             start += piece.nbytes
-        for role, tensor in {} if self._looked else pieces.items():
-            if role != "weight" and tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
+        numbers = FORMS[made.form](pieces, dict(made.settings), made.whole)
+        if not self._looked:  # at the first time: each look waits for all that runs on a card
+            if not bool(torch.isfinite(numbers).all()):
                 raise Trouble(
                     "not_finite",
                     f"A factor of {self.at.key} in {self.at.file.name} is NaN or infinite.",
                     hint="The model's file is damaged.",
                 )
-        self._looked.append(True)  # at the first time: each look waits for all that runs on a card
-        numbers = FORMS[made.form](pieces, dict(made.settings), made.whole)
+            self._looked.append(True)
         if made.rows is not None:
             numbers = numbers[made.rows[0] : made.rows[1]]
         return numbers.reshape(self.at.shape)
@@ -260,11 +260,8 @@ def _e2m1(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _powers(exponents: torch.Tensor) -> torch.Tensor:
-    """E8M0: 2 ** (e - 127); 255 is NaN."""
-    powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.to(torch.int32) - 127)
-    if bool((exponents == 255).any()):
-        raise Trouble("not_finite", "A factor of an MX weight is NaN.", hint="The model's file is damaged.")
-    return powers
+    """E8M0: 2 ** (e - 127); 255 stands for NaN and becomes infinite here."""
+    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.to(torch.int32) - 127)
 
 
 def _laid_out(scale: torch.Tensor, settings: Mapping, numbers: torch.Tensor, block: int) -> torch.Tensor:
@@ -281,10 +278,6 @@ def _laid_out(scale: torch.Tensor, settings: Mapping, numbers: torch.Tensor, blo
 
 def _by_run(numbers: torch.Tensor, scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Runs of neighbouring inputs times their factors (rows, runs); rows that were added at the end are cut off."""
-    if not bool(torch.isfinite(scale).all()):
-        raise Trouble(
-            "not_finite", "A factor of a 4-bit weight is NaN or infinite.", hint="The model's file is damaged."
-        )
     rows, runs = scale.shape
     return numbers.view(rows, runs, -1).mul_(scale[:, :, None]).view(numbers.shape)[: shape[0]]
 

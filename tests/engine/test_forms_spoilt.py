@@ -515,3 +515,26 @@ def test_refused(name, tmp_path):
         identify_model(make().save(tmp_path), FAMILIES)
     assert caught.value.kind == "not_supported" and "damaged" not in caught.value.message
     assert caught.value.message.startswith("model.safetensors") and len(caught.value.message) < 400
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: _blocks(16, None),
+        lambda: _nvfp4({"format": "nvfp4"}),
+        lambda: _marked(rotated(), CONVROT),
+        lambda: scaled(),
+    ],
+    ids=["blocks", "nvfp4", "rotated", "rows"],
+)
+def test_factors_that_are_no_numbers(make, tmp_path):
+    file = make()
+    for name, tensor in file.tensors.items():
+        if name.endswith("weight_scale"):
+            tensor.view(torch.uint8).view(-1).fill_(0x7F) if tensor.dtype is torch.float8_e4m3fn else tensor.fill_(
+                float("nan")
+            )
+    part = identify_model(file.save(tmp_path), FAMILIES).parts["dit"]
+    with pytest.raises(Trouble) as caught:
+        load_part(part, dtype=torch.float32)
+    assert caught.value.kind == "not_finite"
