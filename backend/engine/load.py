@@ -160,7 +160,14 @@ def _check(module: torch.nn.Module, part: PartSpec) -> None:
                 hint="Take the bf16 file of this model instead.",
             )
     for name, shape in wanted.items():
-        if shape != tuple(part.tensors[name].shape):
+        at = part.tensors[name]
+        if at.packed is not None and shape != tuple(at.shape):
+            raise Trouble(
+                "not_supported",
+                f"{at.file.name} stores {name} as {at.dtype} of {list(at.shape)}, but its network asks for {list(shape)}.",
+                hint="Its shape may have been padded, or a config.json of another model lies beside it.",
+            )
+        if shape != tuple(at.shape):
             raise Trouble(
                 "damaged",
                 f"{name} of {part.name} in {part.tensors[name].file.name} is {list(part.tensors[name].shape)}, "

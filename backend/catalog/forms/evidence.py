@@ -103,7 +103,8 @@ def _by_module(tensors: Mapping[str, TensorAt]) -> tuple[dict[str, dict], dict[s
         for role in list(modules[name]):
             match = JOINED.fullmatch(role)
             owner = f"{name}.{match['module']}" if match else ""
-            if match and "weight" in modules.get(owner, {}) and "weight" not in modules[name]:
+            matrix = modules.get(owner, {}).get("weight")
+            if match and matrix is not None and len(matrix.shape) > 1 and "weight" not in modules[name]:
                 modules[owner][f"_{match['role']}"] = modules[name].pop(role)
     return modules, scaled
 
