@@ -25,8 +25,9 @@ class SmallCard(live._Seen):
 
     def allocate(self, nbytes: int, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
         buffer = stream.allocate(nbytes, device)
-        if buffer.untyped_storage().nbytes():
-            self._made(buffer.untyped_storage())
+        storage = buffer.untyped_storage()
+        if storage.nbytes() and storage._cdata not in self.alive:  # small ones an operation has made
+            self._made(storage)
         return buffer
 
 
