@@ -103,7 +103,7 @@ def _go_on(should_stop: Callable[[], bool]) -> None:
 
 def _wait(device: torch.device) -> None:
     if device.type != "cpu":
-        getattr(torch, device.type).synchronize()
+        torch.accelerator.synchronize(device)  # the device that is measured, which need not be the current one
 
 
 def _disk(file: Path, should_stop: Callable[[], bool]) -> float:

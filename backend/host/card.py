@@ -10,7 +10,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import psutil
@@ -43,6 +43,32 @@ def choose(cards: tuple[Card, ...], device: str) -> Card:
     first = cards[0]
     ram_total, ram_free = first.ram_total_bytes, first.ram_free_bytes
     return Card("cpu", cpu_name(), ram_total, ram_free, 0, 0, ram_total, ram_free, cpu_dtypes())
+
+
+def training_environment(device: str, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables that put the preferred `device` first among those that a child process sees, so that its index 0 is that one and
+    further processes take the others. `device` as in `choose`; "auto" changes nothing, "cpu" hides every accelerator."""
+    environment = os.environ if environment is None else environment
+    kind, _, index = device.partition(":")
+    if kind == "cpu":
+        return {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    names = VISIBLE_DEVICES.get(kind, ())
+    if not index.isdigit() or not names:
+        return {}
+    name = next((one for one in names if environment.get(one)), names[0])
+    seen = [entry.strip() for entry in environment.get(name, "").split(",") if entry.strip()]
+    if not seen:
+        count = sum(card.device.partition(":")[0] == kind for card in probe())
+        seen = [str(number) for number in range(max(count, int(index) + 1))]
+    if int(index) >= len(seen):
+        return {}
+    first = seen.pop(int(index))
+    return {name: ",".join([first, *seen])}
+
+
+# By kind of device: the variables that say which devices a process sees, the first being what is set where none is. ROCm's builds call theirs "cuda"
+# and read both.
+VISIBLE_DEVICES = {"cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "xpu": ("ZE_AFFINITY_MASK",)}
 
 
 def _nvidia(memory: dict, own_pids: frozenset[int]) -> tuple[Card, ...]:

@@ -18,7 +18,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from backend.catalog import download
 from backend.host import processes
+from backend.host.card import training_environment
 from backend.host.files import not_written, write_text
 from backend.host.journal import LossSeries, Phase, Sample
 from backend.host.run import (
@@ -151,7 +153,7 @@ def start(folder: Path, *, places: Places, engine=None, argv: Sequence[str] | No
                 argv or command(folder),
                 log=folder / "log.txt",
                 cwd=places.root,
-                env=processes.child_environment(places.root),
+                env=processes.child_environment(places.root, training_environment(download.preferences(places).device)),
                 mark=mark(folder),
             )
             try:

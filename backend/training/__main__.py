@@ -234,7 +234,8 @@ def _train(config: TrainingConfig, folder: Path, reporter) -> str:
 
     spread = shards.take_over()
     accelerator = Accelerator(
-        cpu=not torch.accelerator.is_available(),  # said outright, for several processes on a CPU find each other only so
+        cpu=not torch.accelerator.is_available()  # said outright, for several processes on a CPU find each other only so
+        or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"),
         mixed_precision="no" if spread else config.training.mixed_precision,
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=config.training.find_unused_parameters)],
     )

@@ -91,11 +91,13 @@ def load_parts(
     before_rounding: Callable[[str, torch.nn.Module], None] | None = None,
     split_bytes: int | None = None,
     through_ram: bool = False,
+    stay_in_ram: bool = False,
 ) -> dict[str, torch.nn.Module]:
     """Modules by part. Those in `trained` are in float32, the VAE too (it runs once per picture); the rest in `dtype`.
 
     `kept` says where the weights of some frozen parts lie (`frozen.keeping`; `split_bytes`: in which pieces they are fetched), `quantised` which
     are rounded to fewer bits, after `before_rounding` has been called with each such part. `through_ram`: a part is loaded in RAM first.
+    `stay_in_ram`: it stays there, for whoever spreads it over several devices, none of which has room for all of it.
     """
     parts = {}
     for name in names:
@@ -113,8 +115,11 @@ def load_parts(
             module = quantise(module, quantised[name], part=spec, maps=maps, device=device)
         else:
             wanted = torch.float32 if name in trained or name == "vae" else dtype
-            module = load_part(base.spec.parts[name], dtype=wanted, device="cpu" if through_ram else device)
-            module.to(device)
+            module = load_part(
+                base.spec.parts[name], dtype=wanted, device="cpu" if through_ram or stay_in_ram else device
+            )
+            if not stay_in_ram:
+                module.to(device)
         if name in trained:
             _own_weights(module)
         if hasattr(base.family, "prepare"):

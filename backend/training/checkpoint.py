@@ -171,8 +171,8 @@ def save_result(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str
 def random_state() -> dict:
     """The states of the generators that nothing but dropout inside networks uses."""
     state = {"torch": torch.get_rng_state(), "python": _plain(random.getstate())}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
+    if torch.cuda.is_available():  # of the card that this process trains on; other cards are other processes' own
+        state["cuda"] = [torch.cuda.get_rng_state()]
     return state
 
 
@@ -180,8 +180,9 @@ def set_random_state(state: dict) -> None:
     torch.set_rng_state(state["torch"])
     version, numbers, rest = state["python"]
     random.setstate((version, tuple(numbers), rest))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    if state.get("cuda") and torch.cuda.is_available():
+        kept = state["cuda"]  # older states have one for each card of the machine that made them
+        torch.cuda.set_rng_state(kept[min(torch.cuda.current_device(), len(kept) - 1)])
 
 
 def _plain(state) -> list:

@@ -76,7 +76,8 @@ def _train(run: Run) -> str:
         groups = of_step(batches_of(epoch), step % pace.per_epoch, processes=_processes(run), accumulation=_turns(run))
         with run.peaks.step(groups):
             loss = one_step(run, groups)
-        bad = 0 if loss is not None else bad + 1
+        skipped = loss is None
+        bad = 0 if not skipped or _looks_for_scale(run) else bad + 1
         _check_bad(run, bad, step)
         if loss is not None and run.mean:
             run.mean.update(step + 1)
@@ -90,7 +91,7 @@ def _train(run: Run) -> str:
                 seconds=time.monotonic() - began,
             )
         asked = stop()
-        owed = after_step(run, step + 1, pace, asked=asked, bad=bool(bad), owed=owed)
+        owed = after_step(run, step + 1, pace, asked=asked, bad=skipped, owed=owed)
         if asked:
             return "complete" if step + 1 == pace.total else "stopped"
     return "complete"
@@ -166,6 +167,17 @@ def one_step(run: Run, groups: list[list[Batch]]) -> float | None:
     if _processes(run) > 1:
         errors = accelerator.reduce(errors, reduction="sum")
     return float(errors) / count if good else None
+
+
+def _looks_for_scale(run: Run) -> bool:
+    """Whether fp16's gradient scaler is still on its way down to a scale that does not overflow: skipping steps for that is its normal life."""
+    scaler = run.accelerator.scaler
+    looks = scaler is not None and scaler.get_scale() >= 1
+    if looks:
+        run.reporter.note(
+            f"A step was skipped: its fp16 gradients overflowed, and the loss scale is now {scaler.get_scale():g}."
+        )
+    return looks
 
 
 def _check_bad(run: Run, bad: int, step: int) -> None:

@@ -49,8 +49,9 @@ class Checkpoints:
         return _Recomputed.apply(self, run, anchor, *[arguments[place] for place in places])
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> list[Kept]:
-        if self.stream is None and any(tensor.device.type == "cuda" for tensor in tensors):
-            self.stream = torch.cuda.Stream()
+        card = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
+        if self.stream is None and card is not None:
+            self.stream = torch.cuda.Stream(card)
         kept = [Kept(tensor, self.stream) for tensor in tensors]
         self.waiting.append(kept)
         return kept
@@ -107,7 +108,8 @@ class _Recomputed(torch.autograd.Function):
         ctx.kept = checkpoints.keep(tensors)
         ctx.casting = [(kind, _casting(kind)) for kind in {"cpu", *(tensor.device.type for tensor in tensors)}]
         ctx.random = torch.get_rng_state()
-        ctx.card = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        ctx.device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
+        ctx.card = None if ctx.device is None else torch.cuda.get_rng_state(ctx.device)
         with torch.no_grad():
             return run(list(tensors))
 
@@ -116,10 +118,10 @@ class _Recomputed(torch.autograd.Function):
         inputs = ctx.checkpoints.take(ctx.kept)
         ctx.kept = None
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(enabled=True))
+            stack.enter_context(torch.random.fork_rng(devices=[] if ctx.device is None else [ctx.device]))
             torch.set_rng_state(ctx.random)
             if ctx.card is not None:
-                torch.cuda.set_rng_state(ctx.card)
+                torch.cuda.set_rng_state(ctx.card, ctx.device)
             for kind, (enabled, dtype) in ctx.casting:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             stack.enter_context(torch.enable_grad())

@@ -85,6 +85,7 @@ class Loader:
             before_rounding=merge,
             split_bytes=self.split_bytes,
             through_ram=self.through_ram,
+            stay_in_ram=to_train and shards.asked(),
         )
         for name in made.keys() & {self.encoder_preset} - set(self.quantised):
             self.merge_preset(name, made[name])

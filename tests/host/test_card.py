@@ -131,3 +131,22 @@ def test_a_card_is_seen_without_a_context_on_it():
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
     assert psutil.Process().pid not in [entry.pid for entry in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+
+
+@pytest.mark.parametrize(
+    ("device", "environment", "expected"),
+    [
+        ("auto", {}, {}),
+        ("cuda", {}, {}),
+        ("cuda:1", {"CUDA_VISIBLE_DEVICES": "3,GPU-5,0"}, {"CUDA_VISIBLE_DEVICES": "GPU-5,3,0"}),
+        ("cuda:0", {"CUDA_VISIBLE_DEVICES": "2,1"}, {"CUDA_VISIBLE_DEVICES": "2,1"}),
+        ("cuda:1", {"HIP_VISIBLE_DEVICES": "4,5"}, {"HIP_VISIBLE_DEVICES": "5,4"}),
+        ("cuda:1", {}, {"CUDA_VISIBLE_DEVICES": "1,0"}),
+        ("xpu:1", {}, {"ZE_AFFINITY_MASK": "1,0"}),
+        ("cuda:7", {"CUDA_VISIBLE_DEVICES": "0"}, {}),
+        ("mps", {}, {}),
+        ("cpu", {}, {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}),
+    ],
+)
+def test_a_child_sees_the_preferred_device_first(device, environment, expected):
+    assert card.training_environment(device, environment) == expected
