@@ -144,3 +144,21 @@ def test_what_the_worker_holds_and_what_it_uses_of_it_are_told_apart():
     told = {"allocated_bytes": 3 * 2**30, "used_bytes": 4 * 2**30}
     html = graph([(0.0, 1e9), (1.0, 5e9)], Use(1.0, int(5e9), 2**30, 2**30), predicted=6e9, told=told)
     assert "allocated 3.0 GB, reserved 4.0 GB" in html and "others 1.0 GB" in html and "predicted peak 5.6 GB" in html
+
+
+def test_on_a_machine_without_a_card_the_panel_speaks_of_none(studio):
+    request = GenerationRequest(width=128, height=128)
+    config = from_values(TrainingConfig, {"max_pixels": 16384})
+    for job, plan_of in ((request, generate.plan_of), (config, train.plan_of)):
+        job = generate.for_its_model(studio, job) if job is request else job
+        html = plan_of(studio, job, "", plan_panel.asked_of(job, "", "1.5"))
+        seen = " ".join([re.sub(r"<[^>]+>", " ", html), *re.findall(r'(?:title|aria-label)="([^"]*)"', html)])
+        assert "Least RAM" in seen and "With 1.5 GB of RAM more free" in seen
+        assert not re.search(r"\b(card|GPU|VRAM)\b", seen, re.IGNORECASE), seen
+
+
+def test_an_amount_that_cannot_be_is_said_beside_the_answers(studio):
+    job = generate.for_its_model(studio, GenerationRequest())
+    html = generate.plan_of(studio, job, "", plan_panel.asked_of(job, "", "-3"))
+    assert "is no amount of memory" in html and "Largest picture" in html
+    assert "What would fit?" in generate.plan_of(studio, job, "", "another|")
