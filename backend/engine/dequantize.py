@@ -108,7 +108,8 @@ def _convrot_int4(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> 
 
 def _w4a8(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
     """Levels times the group's factor are ROUNDED to an int8 before the channel's factor, as the kernel does."""
-    codes, groups = _nibbles(pieces["weight"]), pieces["groups"].float()
+    codes, groups = _nibbles(pieces["weight"]), pieces["groups"]
+    groups = (groups.view(torch.float8_e4m3fn) if groups.dtype is torch.uint8 else groups).float()
     values = pieces["levels"].float()[codes.int()] if "levels" in pieces else codes.float() - 8
     values = values.view(shape[0], groups.shape[1], -1).mul_(groups[:, :, None]).round_().clamp_(-127, 127)
     return _rotated(values.view(shape).mul_(pieces["scale"].float().reshape(-1, 1)), settings["group"])
@@ -135,7 +136,8 @@ def _nvfp4(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.T
     scale = _laid_out(stored, settings, numbers, 16).contiguous().view(torch.float8_e4m3fn).float()
     if "whole" in pieces:
         scale = scale * pieces["whole"].float().reshape(())
-    return _by_run(numbers, scale, shape)
+    weight = _by_run(numbers, scale, shape)
+    return weight.mul_(pieces["input"].float()) if "input" in pieces else weight
 
 
 def _bitsandbytes_4bit(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:

@@ -346,6 +346,16 @@ def test_svdquant_of_four_bit_floats():
     assert torch.allclose(found.double(), exact / smooth.double(), rtol=1e-5)
 
 
+def test_nvfp4_whose_input_is_multiplied(tmp_path):
+    """e2m1 code 2 (1.0) and 4 (2.0), high nibble first, factors of 1, and a factor for each input."""
+    file = _nvfp4({"format": "nvfp4"})
+    file.tensors[f"{LAYERS[0]}.weight"].fill_(0x24)
+    before = torch.rand(48, generator=torch.Generator().manual_seed(0)) + 0.5
+    file.tensors[f"{LAYERS[0]}.pre_quant_scale"] = before
+    file.expected[f"{LAYERS[0]}.weight"] = (torch.tensor([1.0, 2.0]).repeat(24) * before).expand(48, 48)
+    file.check(file.save(tmp_path))
+
+
 @pytest.mark.parametrize("name", READ)
 def test_read_right(name, tmp_path):
     file = READ[name]()
@@ -472,7 +482,8 @@ REFUSED: dict[str, tuple[Callable[[], File], str]] = {
     "nvfp4 without its second factor": (lambda: _nvfp4({"format": "nvfp4"}, whole=False), "missing"),
     "nvfp4 in rows, marked as tiled": (lambda: _nvfp4({"format": "nvfp4"}, 48, 3), "does not fit"),
     "nvfp4 with a rotation": (lambda: _nvfp4({"format": "nvfp4", "convrot": True}), "convrot"),
-    "nvfp4 smoothed": (lambda: _named(_nvfp4({"format": "nvfp4"}), f"{LAYERS[0]}.pre_quant_scale", torch.ones(48)), "pre_quant_scale"),
+    "nvfp4 smoothed by another size": (
+        lambda: _named(_nvfp4({"format": "nvfp4"}), f"{LAYERS[0]}.pre_quant_scale", torch.ones(24)), "does not fit"),
     "nf4 without a state": (lambda: _without(_bits(), "weight.quant_state.bitsandbytes__nf4"), "quant states"),
     "nf4 without levels": (lambda: _without(_bits(), "weight.quant_map"), "missing"),
     "nf4 without factors": (lambda: _without(_bits(), "weight.absmax"), "missing"),

@@ -50,7 +50,7 @@ def _w4a8(layer: Layer, title: str) -> Decision:
     columns, group = 2 * half, _whole(layer, title, "group_size", 16)
     if columns % group:
         raise refusal(layer, f"{title} with groups of {group} for {columns} inputs")
-    check_tensor(layer, title, "weight_s_rel", (*FLOATS, "F8_E4M3"), (rows, columns // group))
+    check_tensor(layer, title, "weight_s_rel", (*FLOATS, "F8_E4M3", "U8"), (rows, columns // group))
     check_tensor(layer, title, "weight_s_channel", FLOATS, (rows,), (rows, 1))
     roles = {"weight": "weight", "groups": "weight_s_rel", "scale": "weight_s_channel"}
     if layer.has("weight_codebook"):
@@ -93,7 +93,9 @@ def _nvfp4(layer: Layer, title: str) -> Decision | None:
         raise refusal(layer, f"{title} of {2 * half} inputs, which are no blocks of 16")
     check_tensor(layer, title, "weight_scale", ("F8_E4M3", "U8"), tiled(rows, half // 8))
     check_tensor(layer, title, "weight_scale_2", ("F32",), (), (1,), (1, 1))
-    roles = {"weight": "weight", "scale": "weight_scale", "whole": "weight_scale_2"}
+    roles = {"weight": "weight", "scale": "weight_scale", "whole": "weight_scale_2"} | input_factor(
+        layer, title, 2 * half
+    )
     return packed(
         layer, "nvfp4", title, roles, (kept_rows(layer, rows, 16), 2 * half), {"tiled": True, "high_first": True}
     )
@@ -116,6 +118,14 @@ FORMS: Mapping[str, tuple[str, Callable[[Layer, str], Decision | None]]] = {
 def tiled(rows: int, columns: int) -> tuple[int, int]:
     """The shape of block scales in cuBLAS' tiles of 128 x 4."""
     return -(-rows // 128) * 128, -(-columns // 4) * 4
+
+
+def input_factor(layer: Layer, title: str, columns: int) -> dict[str, str]:
+    """`pre_quant_scale`, where it is there: the layer's input is multiplied by it, and so its weight's columns are."""
+    if not layer.has("pre_quant_scale"):
+        return {}
+    check_tensor(layer, title, "pre_quant_scale", FLOATS, (columns,))
+    return {"input": "pre_quant_scale"}
 
 
 def kept_rows(layer: Layer, rows: int, multiple: int) -> int:

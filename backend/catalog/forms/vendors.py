@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backend.catalog.forms.comfy import kept_rows, tiled
+from backend.catalog.forms.comfy import input_factor, kept_rows, tiled
 from backend.catalog.forms.layer import Decision, Layer, check_roles, check_tensor, not_read, packed, refusal
 
 NAMED = (  # roles that only one form has -> its name
@@ -34,7 +34,9 @@ def modelopt(layer: Layer) -> Decision | None:
     check_tensor(layer, title, "weight_scale_2", ("F32",), (), (1,), (1, 1))
     if plain == tiles and layer.about.layerwise:
         raise refusal(layer, f"{title}, and nothing says whether its scales lie in rows or in tiles")
-    roles = {"weight": "weight", "scale": "weight_scale", "whole": "weight_scale_2"}
+    roles = {"weight": "weight", "scale": "weight_scale", "whole": "weight_scale_2"} | input_factor(
+        layer, title, 2 * half
+    )
     settings = {"tiled": tuple(layer.tensors["weight_scale"].shape) != plain, "high_first": False}
     return packed(layer, "nvfp4", title, roles, (kept_rows(layer, rows, 16), 2 * half), settings)
 
