@@ -76,6 +76,8 @@ def show(said: argparse.Namespace) -> None:
     sizes = sizes_of(_model(said.model))
     job = _job(said, size, sizes)
     known = _known(job, sizes)
+    if said.train is not None and not hasattr(_families().by_name(sizes.family), "predict"):
+        print(f"{sizes.title} cannot be trained here; this is what it would take.", file=sys.stderr)
     lossy = not said.exact
     preferences = Preferences(allow_fp8=lossy, allow_tiles=lossy, allow_8bit_optimizer=lossy)
     for name, (card, speed) in zip(names, cards, strict=True):
@@ -88,12 +90,15 @@ def show(said: argparse.Namespace) -> None:
         print(report.table(found, card, title=sizes.title, taken=taken, speed=source, answers=asked))
 
 
+def _families():
+    return importlib.import_module("backend.families")
+
+
 def _known(job, sizes: ModelSizes) -> dict:
     """What a run's dataset tells of it, where it names one that can be read."""
     if isinstance(job, Work | GenerationRequest):
         return {}
-    families = importlib.import_module("backend.families").FAMILIES
-    family = next((one for one in families if sizes.family == one.NAME), None)
+    family = next((one for one in _families().FAMILIES if sizes.family == one.NAME), None)
     found = importlib.import_module("backend.training.ahead").look_ahead(job, sizes, family)
     if found.trouble:
         print(f"The dataset is left out: {found.trouble}", file=sys.stderr)
@@ -194,7 +199,7 @@ def _job(said: argparse.Namespace, size: tuple[int, ...], sizes: ModelSizes):
     config = knobs.from_flags(TrainingConfig, said.train)
     if config.memory.vram:
         raise ValueError("--vram makes a run take this plan; here the card is named by --card, before --train.")
-    check_training(config, sizes, importlib.import_module("backend.families").by_name(sizes.family), here=False)
+    check_training(config, sizes, _families().by_name(sizes.family), here=False)
     return config
 
 

@@ -145,3 +145,10 @@ def test_the_command_answers(capsys):
         "25.5 TFLOP/s of the RTX 3060",
     ):
         assert words in said
+
+
+def test_flags_of_a_trainer_for_a_model_that_it_does_not_train_are_not_left_alone(capsys):
+    main(["FLUX.1-dev", "--card", "24GiB", "--train", "--lora_rank", "16"])
+    assert "FLUX.1-dev cannot be trained here" in capsys.readouterr().err
+    main(["Qwen-Image", "--card", "24GiB", "--train", "--lora_rank", "16"])
+    assert not capsys.readouterr().err
