@@ -22,12 +22,14 @@ DEFAULT = "R = 1 + 2Q + 2Q^2 + 2Q^3 + Q^4"
 
 
 def config_beside(path: Path) -> dict:
-    """PEFT's adapter_config.json, which speaks of the one LoRA in its folder; {} where there is none, or where several files could be meant."""
+    """PEFT's adapter_config.json, which speaks of the one LoRA in its folder; {} where there is none, or where several files could be meant.
+
+    Raises Trouble("damaged") for one that is no JSON object.
+    """
     beside = path.with_name(CONFIG)
     if not beside.is_file() or not (path.name.startswith(STEMS) or not others_beside(path)):
         return {}
-    found = read_json(beside)
-    return found if isinstance(found, dict) else {}
+    return read_json(beside) or {}
 
 
 def is_unclear(path: Path) -> bool:
@@ -36,7 +38,7 @@ def is_unclear(path: Path) -> bool:
 
 
 def others_beside(path: Path) -> list[Path]:
-    """The other LoRA files in its folder; pickles count by their names alone."""
+    """Other LoRA files in its folder, two at most: more are not looked for. Pickles count by their names alone."""
     found = []
     for other in sorted(path.parent.iterdir()):
         if other.stem == path.stem or other.suffix.lower() not in WEIGHTS:
@@ -49,6 +51,8 @@ def others_beside(path: Path) -> list[Path]:
             continue
         if adapter:
             found.append(other)
+        if len(found) == 2:
+            break
     return found
 
 

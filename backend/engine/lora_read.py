@@ -11,9 +11,9 @@ from torch import nn
 
 from backend.catalog.adapter import BUNDLED, group, is_adapter, plain
 from backend.catalog.lora_alphas import alpha_rules
-from backend.catalog.lora_facts import trigger_words
+from backend.catalog.lora_facts import table, trigger_words
 from backend.catalog.lora_kind import families_of, named, outline_of
-from backend.catalog.peft_config import is_unclear
+from backend.catalog.peft_config import METADATA, is_unclear
 from backend.engine import lora_cold
 from backend.engine.lora_alpha import warnings
 from backend.engine.lora_body import Change
@@ -232,6 +232,8 @@ def _of_config(source: Source) -> str:
     """What is to be said of PEFT's configuration beside the file."""
     if source.path is not None and is_unclear(source.path):
         return "an adapter_config.json lies beside it, but also other LoRAs, so it is not used"
+    if METADATA in source.metadata and not table(source.metadata, METADATA):
+        return f"its {METADATA} cannot be read: what alpha it says is not known"
     return "settings from adapter_config.json beside it" if source.config else ""
 
 

@@ -754,6 +754,14 @@ def test_a_file_is_not_written_where_a_configuration_would_be_misread(tmp_path: 
     assert any("also other LoRAs" in note for note in receipt.notes)
 
 
+def test_what_cannot_be_read_of_alpha_is_said(tmp_path: Path):
+    path, factors = tmp_path / "adapter_model.safetensors", pair(Q)
+    save_file(factors, path, {"lora_adapter_metadata": '{"transformer.lora_alpha": 8'})
+    assert any("cannot be read" in note for note in check(path, {f"{Q}.weight": product(factors)}).notes)
+    (tmp_path / "adapter_config.json").write_text('{"lora_alpha": 8')
+    refused(path, r"adapter_config\.json cannot be read", "damaged")
+
+
 def test_pefts_lokr_of_whole_factors_acts_at_its_alpha(tmp_path: Path):
     left, right = draw(4, 4), draw(12, 12)
     path = tmp_path / "adapter_model.safetensors"
