@@ -24,6 +24,7 @@ from backend.host.token import token
 from backend.schema import access
 from backend.schema.messages import Trouble
 from backend.schema.places import places
+from backend.schema.values import text
 from studio import (
     engine_view,
     form,
@@ -37,6 +38,7 @@ from studio import (
     preferences,
     session,
     shelf,
+    standing,
     theme,
     train,
     train_events,
@@ -114,19 +116,21 @@ def build(studio: Studio) -> gr.Blocks:
             # Nothing shows that it waits. By default the browser would note so for every output that any event ever had, and look
             # each up in the tree of the whole page, twice an event: 0.1 s of its time at each keystroke and each tick.
             function.show_progress_on = [here]
+        standing.guard(page)
     return page
 
 
 def _whole(choice: dict | None) -> dict:
-    """A browser may remember choices of an older version."""
-    return {name: str((choice or {}).get(name, value)) for name, value in session.CHOICES.items()}
+    """A browser may remember choices of an older version, or anything else."""
+    choice = choice if isinstance(choice, dict) else {}
+    return {name: text(choice.get(name, value)) for name, value in session.CHOICES.items()}
 
 
 def _draw(studio: Studio, parts: tuple, choice: dict, seen: dict) -> list:
     """One tick: the strip, and the regions of the tab that is looked at."""
     generate_tab, models_tab, train_tab = parts
     snapshot = studio.engine.snapshot()
-    seen = dict(seen)
+    seen = dict(seen) if isinstance(seen, dict) else {}
     training = runs.live_runs(studio.places)
     pids = [run.process.pid for run in training if run.process] + ([snapshot.pid] if snapshot.pid else [])
     cards = card.probe(own_pids=pids)
@@ -139,11 +143,17 @@ def _draw(studio: Studio, parts: tuple, choice: dict, seen: dict) -> list:
         ("models", models_tab, lambda known: models.view(studio, models_tab, choice, known)),
         ("train", train_tab, lambda known: train.view(studio, train_tab, choice, known, use)),
     ):
-        if choice["tab"] == name:
-            values, seen[name] = view(seen.get(name, {}))
-            out += values
-        else:
+        if choice["tab"] != name:
             out += [gr.skip()] * len(tab.live_outputs)
+            continue
+        try:
+            values, seen[name] = view(seen.get(name, {}))
+        except Exception as error:  # the strip, and the tabs that can be drawn, are drawn all the same
+            values = [gr.skip()] * len(tab.live_outputs)
+            if seen.get("fault") != (fault := standing.why(error)):
+                gr.Warning(fault)
+                seen["fault"] = fault
+        out += values
     return [*out, seen]
 
 

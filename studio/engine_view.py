@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from backend.host.engine import EngineSnapshot, Job
 from backend.host.run import Run
+from backend.host.snapshot import STALLED_SECONDS, silent_seconds
 from backend.schema.vram import Card
 from studio.apart import told_apart
 from studio.draw import meter, progress
 from studio.run_view import title_of
-from studio.words import clock_words, count_words, part_words, safe, size_words, time_words, trouble_notice
+from studio.words import clock_words, count_words, notice, part_words, safe, size_words, time_words, trouble_notice
 
 MOST_WAITING = 6
 MOST_FAILED = 3
@@ -27,6 +29,8 @@ def activity(snapshot: EngineSnapshot, live_runs: Sequence[Run]) -> tuple[str, s
         steps = f", step {run.step} of {run.total_steps}" if run.total_steps else ""
         return "busy", f"Training {title_of(run)}{steps}"
     job = snapshot.job
+    if job is not None and silent_seconds(snapshot, time.monotonic()):
+        return "bad", "Engine stalled"
     if job is not None:
         return "busy", _job_words(job)
     if snapshot.trouble is not None:
@@ -111,7 +115,21 @@ def _work(snapshot: EngineSnapshot) -> str:
     size = f"{size_words(done)} of {size_words(total)}" if job.phase == "loading" and total else ""
     words = ", ".join(word for word in (_job_words(job), many, size, left) if word)
     bar = progress(done, total if job.phase in ("loading", "generating") else 0)
-    return f'<div class="work"><p class="sentence">{safe(words)}</p>{bar}</div>'
+    stalled = stalled_words(snapshot, time.monotonic())
+    told = notice(stalled, kind="warn") if stalled else ""
+    return f'<div class="work"><p class="sentence">{safe(words)}</p>{bar}{told}</div>'
+
+
+def stalled_words(snapshot: EngineSnapshot, now: float) -> str:
+    """What to say where the worker stands still, by the monotonic time `now`; "" where it does not."""
+    silent = silent_seconds(snapshot, now)
+    if not silent:
+        return ""
+    whole = time_words(silent // STALLED_SECONDS * STALLED_SECONDS)  # so that it is not drawn anew at every tick
+    return (
+        f"The engine has stalled: it has said nothing for {whole}. It may be suspended, or the machine is out of memory and swaps. "
+        "Wait, or press Cancel twice: that ends the engine, and the next request starts a new one."
+    )
 
 
 def _waiting(snapshot: EngineSnapshot) -> str:

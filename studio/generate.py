@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from backend.schema.request import GenerationRequest, LoraUse, request_to_values
 from backend.schema.values import dicts, finite, text, texts
 from studio import edit_pictures, form, gallery, lora_rows, plan_panel, shelf
 from studio.asking import Keeping
-from studio.engine_view import busy, progress_panel
+from studio.engine_view import busy, progress_panel, stalled_words
 from studio.form import Form
 from studio.lora_rows import LoraRows
 from studio.pictures import is_inside, is_ours, keep_input, stamp
@@ -159,7 +160,7 @@ def view(
     most = choice["most"]
     kept = read_values(request_file(studio.places))
     now = {
-        "progress": (snapshot.revision, use),
+        "progress": (snapshot.revision, use, stalled_words(snapshot, time.monotonic())),
         "stage": (making, preview) if making else (choice["picture"], stamp(studio.places.outputs)),
         "thumbs": (choice["picture"], stamp(studio.places.outputs), most),
         "busy": busy(snapshot),

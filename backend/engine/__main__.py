@@ -29,6 +29,7 @@ def main(argv: list[str]) -> int:
     if worker is None:
         return 1
     wire.say("ready", **worker.about())
+    wire.beat()
     try:
         values = wire.commands.get(timeout=IDLE_SECONDS)
     except queue.Empty:

@@ -10,11 +10,11 @@ from pathlib import Path
 from PIL import Image, ImageDraw
 
 from backend.engine import Cancelled
-from backend.engine.png import Previews, free_path, save_png
+from backend.engine.png import Previews, by_name, free_path, save_png
 from backend.engine.wire import Wire
 from backend.schema.messages import Trouble
 from backend.schema.places import places
-from backend.schema.request import GenerationRequest, Result, request_from_values, request_to_values
+from backend.schema.request import GenerationRequest, Result, request_from_values
 
 STEP_SECONDS = 0.05
 PART_BYTES = 2**20
@@ -59,7 +59,7 @@ class FakeWork:
             picture = self._paint(id, request, number, previews)
             seeds.append(request.seed + number)
             paths.append(free_path(folder, seeds[-1]))
-            settings = {"request": request_to_values(request), "seed": seeds[-1], "loras": [], "notes": []}
+            settings = {"request": by_name(request), "seed": seeds[-1], "loras": [], "notes": []}
             save_png(picture, paths[-1], {**settings, "seconds": time.monotonic() - began})
         result = Result(tuple(map(str, paths)), tuple(seeds), time.monotonic() - began)
         self.wire.say("result", id=id, **asdict(result))

@@ -11,6 +11,8 @@ from pathlib import Path
 from PIL import Image, PngImagePlugin
 
 from backend.schema.messages import Trouble
+from backend.schema.places import places
+from backend.schema.request import GenerationRequest, request_to_values
 
 CHUNK = "loft"  # name of the text chunk
 _SEEDS = ("seed", "seeds")  # written as text: programs that read every number as a double would round them
@@ -46,6 +48,27 @@ def save_png(picture: Image.Image, path: Path, settings: dict) -> None:
             f"The picture {path.name} could not be written to {path.parent}: {error.strerror or error}.",
             hint="Is the disk full, or the folder write-protected?",
         ) from None
+
+
+def by_name(request: GenerationRequest) -> dict:
+    """A request's values as a picture tells them: files by their names, pictures made here by their folder's too.
+
+    Where files lie on this machine, and so who its user is, is nobody's business. LoRAs are found again by their hash, pictures that
+    were given to the form by a name that is made of their content.
+    """
+    made = places().outputs
+
+    def name(path: str) -> str:
+        return Path(path).relative_to(made).as_posix() if Path(path).is_relative_to(made) else Path(path).name
+
+    values = request_to_values(request)
+    return {
+        **values,
+        "model": Path(request.model).name if Path(request.model).is_absolute() else request.model,
+        "loras": [{**use, "path": Path(use["path"]).name} for use in values["loras"]],
+        "input_image": name(request.input_image) if request.input_image else None,
+        "edit_images": [name(path) for path in request.edit_images],
+    }
 
 
 class Previews:

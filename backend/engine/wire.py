@@ -14,6 +14,7 @@ import threading
 from backend.schema.messages import Trouble, to_line
 
 LONGEST_LINE_BYTES = 4 * 2**20
+BEAT_SECONDS = 5.0
 PATIENCE_SECONDS = 5.0  # after the end of stdin, for work that does not look up
 
 
@@ -39,6 +40,15 @@ class Wire:
                     line = line[self._out.write(line) :]
         except (BrokenPipeError, OSError):
             os._exit(0)
+
+    def beat(self) -> None:
+        """From now on says "alive" every `BEAT_SECONDS`, whatever the work does: silence then means that the process stands still."""
+
+        def tell() -> None:
+            while not self.ended.wait(BEAT_SECONDS):
+                self.say("alive")
+
+        threading.Thread(target=tell, name="beat", daemon=True).start()
 
     def say_trouble(self, trouble: Trouble, *, id: str = "") -> None:
         self.say("trouble", id=id, **trouble.to_values())

@@ -17,7 +17,7 @@ from backend.catalog.identify import identify_model
 from backend.catalog.spec import ModelSpec
 from backend.engine import Cancelled, editing, faster, light, limits, live, memory, planning, shortage
 from backend.engine.pipeline import Pipeline
-from backend.engine.png import Previews, free_path, save_png
+from backend.engine.png import Previews, by_name, free_path, save_png
 from backend.engine.preview import Step
 from backend.engine.wire import Wire
 from backend.schema.knobs import from_values
@@ -28,7 +28,6 @@ from backend.schema.request import (
     LoraReceipt,
     Result,
     request_from_values,
-    request_to_values,
 )
 from backend.schema.vram import VramPlan
 
@@ -164,10 +163,10 @@ class Work:
         peaks: tuple[int, int],
     ) -> dict:
         return {
-            "request": request_to_values(request),
+            "request": by_name(request),
             "seed": seed,
             "seconds": round(seconds, 3),
-            "loras": [asdict(receipt) for receipt in receipts],
+            "loras": [{**asdict(receipt), "path": Path(receipt.path).name} for receipt in receipts],
             "notes": [*self._placing.notes, *self.pipeline.notes],
             "predicted_peak_bytes": peaks[0],
             "measured_peak_bytes": peaks[1],

@@ -229,7 +229,7 @@ class Engine:
     def _start_worker(self) -> Worker:
         worker = workers.start(self._argv, self._places)
         self._worker = worker
-        self._set(state="starting", pid=worker.process.pid, memory={})
+        self._set(state="starting", pid=worker.process.pid, memory={}, heard_at=0.0)
         workers.follow(worker, lambda event: self._heard(worker, event), lambda code: self._ended(worker, code))
         return worker
 
@@ -278,11 +278,14 @@ class Engine:
             self._set(trouble=trouble)
 
     def _take(self, worker: Worker, event: Event) -> None:
+        self._ledger.heard()
         if event.event == "ready":
             worker.ready = True
             device, name = (str(event.values.get(key, "")) for key in ("device", "name"))
             self._set(state="idle" if self._ledger.snapshot.job is None else "loading", device=device, device_name=name)
             worker.decided.set()
+        elif event.event == "alive":
+            pass
         elif event.event == "memory":
             self._set(memory=event.values)
         elif event.id in self._asked:

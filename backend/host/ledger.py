@@ -30,6 +30,11 @@ class Ledger:
         with self.changed:
             self.snapshot = dataclasses.replace(self.snapshot, revision=self.snapshot.revision + 1, **values)
 
+    def heard(self) -> None:
+        """Notes that the worker has said something; that alone is nothing to redraw, so the revision stays."""
+        with self.changed:
+            self.snapshot = dataclasses.replace(self.snapshot, heard_at=time.monotonic())
+
     def submit(self, request: GenerationRequest) -> str:
         """Puts `request` at the end of the queue, on the disk too, and returns its id."""
         waiting = queue.new(request)

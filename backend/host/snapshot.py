@@ -57,11 +57,23 @@ class EngineSnapshot:
     trouble: Trouble | None = None  # of the newest request or of the worker; a new request clears it
     waits_for: str = ""  # why a waiting request is not begun: a sentence
     memory: dict = field(default_factory=dict)
+    heard_at: float = 0.0  # time.monotonic() of the worker's latest event; 0.0 before its first
     revision: int = 0
 
     @property
     def last(self) -> Answer | None:
         return self.answers[-1] if self.answers else None
+
+
+STALLED_SECONDS = 20.0  # without a word from a worker that says every few seconds that it is alive
+
+
+def silent_seconds(snapshot: EngineSnapshot, now: float) -> float:
+    """For how long the worker that has a request has said nothing, by the monotonic time `now`; 0.0 while it is not stalled."""
+    if snapshot.job is None or not snapshot.pid or not snapshot.heard_at:
+        return 0.0
+    silent = now - snapshot.heard_at
+    return silent if silent >= STALLED_SECONDS else 0.0
 
 
 _PHASES = {"loading": "loading", "step": "generating", "preview": "generating"}

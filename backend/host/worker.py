@@ -18,7 +18,7 @@ from backend.schema.messages import Event, Trouble, from_line, trouble_from_valu
 from backend.schema.places import Places
 
 LOG_BYTES = 8 * 1024 * 1024
-PROGRESS = ("loading", "step", "preview", "memory")  # events that answer nothing yet
+PROGRESS = ("loading", "step", "preview", "memory", "alive")  # events that answer nothing yet
 MEMORY_HINT = "Most often the system's memory ran out: a smaller picture, or closing other programs, helps."
 
 

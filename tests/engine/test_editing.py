@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy
 import pytest
@@ -131,7 +132,7 @@ def test_the_worker_refuses_in_one_sentence_before_it_loads_and_a_picture_says_w
     assert work.pipeline is None
     (_, result), *_ = [one for one in ask(tiny_edit("edit"), photo) if one[0] == "result"]
     settings = read_settings(result["pictures"][0])
-    assert settings.request["edit_images"] == [photo]
+    assert settings.request["edit_images"] == [Path(photo).name]
     work.unload()
 
 
