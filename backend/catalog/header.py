@@ -19,6 +19,7 @@ from pathlib import Path
 
 from backend.catalog.spec import TensorAt
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import exists, is_file
 
 LARGEST_HEADER_BYTES = 32 * 2**20  # the largest honest headers (20,000 tensors, a thumbnail) are a tenth of this
 MOST_DIMENSIONS = 16
@@ -132,6 +133,8 @@ def _first_bytes(path: Path, count: int) -> bytes:
 
 
 def _header_text(path: Path) -> tuple[bytes, int]:
+    if exists(path) and not is_file(path):  # a pipe would never end
+        raise damaged(path, "is no file that can be read.")
     try:
         with path.open("rb", buffering=0) as file:
             nbytes = (_LENGTHS.get() or {}).get(path, os.fstat(file.fileno()).st_size)

@@ -17,7 +17,8 @@ from backend.catalog.lora_kind import identify_lora, lora_of
 from backend.catalog.remembered import Memory, lora_from_values, model_from_values, write_json
 from backend.catalog.spec import LoraSpec, ModelSpec
 from backend.schema.messages import Trouble
-from backend.schema.untrusted import read_object_or_empty
+from backend.schema.untrusted import is_file, is_folder, name_of, read_object_or_empty
+from backend.schema.values import is_printable
 
 LONGEST_VALUE = 48 * 1024  # of metadata kept in a listing
 MARK = 32  # characters kept of a picture: enough to say that there is one
@@ -67,7 +68,10 @@ def scan_models(
     memory = Memory(cache, "models", families)
     found: dict[Path, ModelSpec | Trouble] = {}
     for path in _model_paths(folders):
-        status = (path / "model_index.json" if path.is_dir() else path).stat()
+        try:
+            status = (path / "model_index.json" if is_folder(path) else path).stat()
+        except (OSError, ValueError):  # it went meanwhile
+            continue
         entry = memory.recall(path, status, lambda path=path: _model(path, families), model_from_values)
         if entry is not None:
             found[path] = entry
@@ -98,13 +102,27 @@ def _corrected(entry: LoraSpec | Trouble, corrections: Mapping[str, str]) -> Lor
 
 
 def _lora(path: Path, families: tuple[ModuleType, ...]) -> LoraSpec:
+    _check_readable(path)
     spec = lora_of(path, read_layout(path), families)
     kept = {key: value[:MARK] if key in THUMBNAILS else value for key, value in spec.metadata.items()}
     short = {key: value for key, value in kept.items() if len(value) <= LONGEST_VALUE}
     return replace(spec, metadata=short)
 
 
+def _check_readable(path: Path) -> None:
+    """Raises Trouble for a pipe, a device or a socket, which would be read for ever, and for a name that no page could give back."""
+    if not is_printable(path.name):
+        raise Trouble(
+            "unreadable",
+            f"The name of {name_of(path)} is not in UTF-8, so nothing can be done with it here.",
+            hint="Rename it.",
+        )
+    if not is_folder(path) and not is_file(path):
+        raise Trouble("unreadable", f"{name_of(path)} is no file that can be read.")
+
+
 def _model(path: Path, families: tuple[ModuleType, ...]) -> ModelSpec | None:
+    _check_readable(path)
     try:
         return identify_model(path, families)
     except Trouble as trouble:
