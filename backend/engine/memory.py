@@ -51,7 +51,7 @@ def check_device(device: str) -> torch.device:
         raise Trouble(
             "bad_device",
             f"This machine (or this build of torch) has no {wanted.type} device.",
-            hint=f"Choose {default_device()} in the preferences.",
+            hint=f"Use {default_device()}: device= in a script, Device in the page's preferences.",
         )
     if wanted.type == "mps":
         return torch.device("mps")  # there is one

@@ -57,6 +57,18 @@ def keeping(
     }
 
 
+def without_effect(model, memory, parts: Mapping[str, PartSpec], *, device: torch.device) -> str:
+    """A sentence about parts in FP8 that wait in their file on a CPU, where nothing is stored in another format; "" where there are none."""
+    files = {name: part.files for name, part in parts.items()}
+    eight = all_meant(model.fp8_models, "fp8_models", files)
+    if not memory.enable_model_cpu_offload:
+        eight &= all_meant(model.offload_models, "offload_models", files)
+    if device.type != "cpu" or not eight:
+        return ""
+    names = ", ".join(sorted(eight))
+    return f"--fp8_models has no effect on {names} here: on a CPU offloaded weights wait in their file and are fetched in full."
+
+
 def _states(eight: bool, away: bool, device: torch.device, dtype: torch.dtype, *, in_file: bool) -> VramConfig:
     """Away from a card is RAM, or with `in_file` the file; away from a CPU is the file, and nothing is then stored in another format.
     Blocks of an offloaded part that stay do so in the preparing state."""

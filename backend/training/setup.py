@@ -25,7 +25,7 @@ from backend.training.crops import losses
 from backend.training.dataset import Dataset
 from backend.training.early import asks_edits, read_data
 from backend.training.extras import check_flags, check_steps
-from backend.training.frozen import Kept, keeping
+from backend.training.frozen import Kept, keeping, without_effect
 from backend.training.ingredients import encoder_key, folder_digest
 from backend.training.learner import Learner, named_trainable
 from backend.training.material import free_memory, prepare_source, split_off
@@ -219,6 +219,8 @@ def make_source(
 ) -> Source:
     """What is trained on, encoded. `known`: the dataset as `early.look` has read it. `into`: encodings go to that folder, for a later run."""
     reporter.phase("caching")
+    if unused := without_effect(config.model, config.memory, load.base.spec.parts, device=load.device):
+        reporter.note(unused)
     trains_text = "text_encoder" in load.trained or lora_part(config) == "text_encoder"
     wishes = _wishes(accelerator, reporter, load, trains_text=trains_text)
     if config.training.task.endswith(":train"):

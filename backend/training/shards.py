@@ -32,7 +32,7 @@ def take_over() -> str:
     os.environ[OURS] = ""
     if _on("ACCELERATE_USE_DEEPSPEED"):
         stage, in_ram = _zero()
-        wanted, said = {"again": stage == 3, "in_ram": in_ram}, f"ZeRO stage {stage} is carried out by torch's FSDP2."
+        wanted, said = {"again": stage == 3, "in_ram": in_ram}, _instead_of_deepspeed(stage)
         wanted = wanted if stage else {}
     elif _on("ACCELERATE_USE_FSDP"):
         if os.environ.get("FSDP_VERSION", "2") != "2":
@@ -51,10 +51,58 @@ def take_over() -> str:
     return said if wanted else ""
 
 
+def _instead_of_deepspeed(stage: int) -> str:
+    """What is done for a stage of ZeRO and why, and what else of DeepSpeed's configuration is not taken."""
+    kept = (
+        "as stage 3 does"
+        if stage == 3
+        else f"where stage {stage} keeps all weights in each; a gathered block stays until the backward pass is over"
+    )
+    words = [
+        f"ZeRO stage {stage} is carried out by torch's FSDP2, not by DeepSpeed's engine: each process keeps its share of weights, gradients and "
+        f"optimizer, {kept}. Frozen weights stay in bf16 beside adapters in float32, and states are gone on with by any number of processes."
+    ]
+    file = _config_file()
+    said = _read(file) if file else {}
+    places = [
+        said.get("zero_optimization", {}).get(f"offload_{what}", {}).get("device") for what in ("param", "optimizer")
+    ]
+    places += [os.environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_DEVICE") for what in ("PARAM", "OPTIMIZER")]
+    if "nvme" in places:
+        words.append("What is to be offloaded to NVMe waits in RAM.")
+    flags = {
+        "gradient_clipping": "--max_grad_norm", "optimizer": "--customized_optimizer", "scheduler": "--lr_scheduler",
+        "gradient_accumulation_steps": "--gradient_accumulation_steps", "train_micro_batch_size_per_gpu": "--batch_size",
+        "fp16": "--mixed_precision", "bf16": "--mixed_precision",
+    }  # fmt: skip
+    clipping = os.environ.get("ACCELERATE_GRADIENT_CLIPPING", "none")
+    ours = {
+        name: value for name, value in said.items() if name in flags and value not in ("auto", 1, {"enabled": "auto"})
+    }
+    ours |= {"gradient_clipping": clipping} if clipping not in ("none", "auto", "") else {}
+    if ours:
+        told = ", ".join(f"{name} ({flags[name]})" for name in sorted(ours))
+        words.append(f"Said by the trainer's own flags and not taken from there: {told}.")
+    return " ".join(words)
+
+
+def _config_file() -> str:
+    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
+    return "" if file == "none" else file
+
+
+def _read(file: str) -> dict:
+    try:
+        said = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}  # `_zero` says so
+    return said if isinstance(said, dict) else {}
+
+
 def _zero() -> tuple[int, bool]:
     """DeepSpeed's stage, and whether anything is offloaded: from its JSON file, if the configuration names one, or from the configuration."""
-    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
-    if file and file != "none":
+    file = _config_file()
+    if file:
         try:
             said = json.loads(Path(file).read_text(encoding="utf-8"))["zero_optimization"]
             devices = [said.get(f"offload_{what}", {}).get("device", "none") for what in ("param", "optimizer")]

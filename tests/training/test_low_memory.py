@@ -100,6 +100,13 @@ def test_what_cannot_be_kept_so_is_refused(run_training, tmp_path: Path, capsys,
     assert words in capsys.readouterr().err
 
 
+def test_fp8_without_effect_is_said(run_training, events, tmp_path: Path):
+    flags = ("--fp8_models", "dit,text_encoder", "--offload_models", "dit")
+    assert run_training(tmp_path / "run", *BASE, *flags) == 0
+    notes = [event["message"] for event in events(tmp_path / "run") if event["event"] == "note"]
+    assert [note for note in notes if note.startswith("--fp8_models has no effect on dit here")]
+
+
 def test_entries_of_the_command_line_name_parts(run_training, tmp_path: Path, tiny_qwen: Path, capsys):
     import json
 
@@ -184,7 +191,6 @@ QUANTISED = (
     "bitsandbytes_int8",
     "torchao_int8_w8a16",
     "torchao_fp8_w8a16",
-    "torchao_nvfp4_w4a16",
 )
 
 

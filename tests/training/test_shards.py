@@ -62,6 +62,16 @@ def test_a_file_of_deepspeed_is_read(environment, tmp_path: Path):
     environment(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_CONFIG_FILE=str(file))
     assert "ZeRO stage 3" in shards.take_over()
     assert json.loads(os.environ[shards.OURS]) == {"again": True, "in_ram": True}
+    more = {
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}},
+        "gradient_clipping": 1.5,
+        "bf16": {"enabled": "auto"},
+    }
+    file.write_text(json.dumps(more))
+    environment(ACCELERATE_USE_DEEPSPEED="true")
+    said = shards.take_over()
+    assert "not by DeepSpeed's engine" in said and "waits in RAM" in said
+    assert said.endswith("not taken from there: gradient_clipping (--max_grad_norm).")
     file.write_text("{}")
     environment(ACCELERATE_USE_DEEPSPEED="true")
     with pytest.raises(Trouble, match="cannot be read"):
