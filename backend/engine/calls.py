@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from backend.engine.held import Pass
 from backend.engine.motion import Layer, Motion
 from backend.engine.units import Unit
+from backend.schema import ways
 
 
 @dataclass(eq=False)
@@ -54,6 +55,8 @@ def watch(placement) -> list[RemovableHandle]:
     hooks = []
     for unit in placement.units:
         own = [layer for layer in placement.layers if layer.unit is unit]
+        if unit.block and ways.chosen().hooks == "casts":
+            own = [layer for layer in own if placement.may_cast(layer)]
         watched = [(unit.module, None)] * unit.block + [(layer.module, layer) for layer in own]
         for module, layer in watched:
             hooks.append(module.register_forward_pre_hook(partial(before, placement, unit, layer), with_kwargs=True))

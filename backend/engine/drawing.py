@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from backend.engine import editing, faster, rungs, sampling
+from backend.engine import editing, faster, memory, rungs, sampling
+from backend.schema import ways
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest
 
@@ -62,6 +63,14 @@ def denoise(pipeline, request: GenerationRequest, x, sigmas, towards, away, on_s
     return rungs.again(pipeline, "dit", work, when="the picture was drawn", own=own)
 
 
+def _quicker_apart(pipeline) -> bool:
+    """Whether guidance goes in two passes though there is memory for one: where nothing is fetched, and the way is chosen."""
+    if ways.chosen().guidance != "apart" or memory.is_ram(pipeline.device):
+        return False
+    blocks, staying = rungs.staying_of(pipeline, "dit")
+    return staying == blocks
+
+
 def _sample(pipeline, request, x, sigmas, towards, away, on_step, should_stop) -> torch.Tensor:
     cache = faster.step_cache(pipeline, request)
     velocity = sampling.guided(
@@ -71,7 +80,7 @@ def _sample(pipeline, request, x, sigmas, towards, away, on_step, should_stop) -
         away,
         request.guidance,
         device=pipeline.device,
-        together=pipeline.together,
+        together=pipeline.together and not _quicker_apart(pipeline),
         cache=cache,
     )
     latents = sampling.sample(velocity, x, sigmas, on_step=on_step, should_stop=should_stop)

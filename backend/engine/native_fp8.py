@@ -21,6 +21,7 @@ from backend.engine.lora_hot import adapted
 from backend.engine.motion import FACTOR
 from backend.engine.placement import Placement
 from backend.engine.units import Unit
+from backend.schema import ways
 from backend.schema.messages import Trouble
 from backend.schema.vram import VramConfig
 
@@ -69,21 +70,25 @@ def _suits(owner: nn.Module, leaf: str) -> bool:
 
 def prepare(placed: Placement) -> None:
     """Gives the linear layers of the blocks a forward that takes codes as well as numbers. Their names and parameters stay."""
+    by_rows = ways.chosen().fp8_scales == "rows"
     for unit in placed.blocks:
         for owner, _ in {place for index in chosen(unit) for place in unit.targets[index]}:
             kind = type(owner)
             base = getattr(kind, "adapted_class", kind)
-            owner.__class__ = native(base) if base is kind else adapted(native(base))
+            made = native(base, by_rows)
+            owner.__class__ = made if base is kind else adapted(made)
 
 
 @lru_cache(maxsize=64)
-def native(kind: type[nn.Linear]) -> type[nn.Linear]:
+def native(kind: type[nn.Linear], by_rows: bool = False) -> type[nn.Linear]:
     """The subclass of `kind` that multiplies with codes where its weight is codes."""
     name = f"Fp8{kind.__name__}"
-    return type(name, (kind,), {"forward": _forward(kind), "__module__": kind.__module__, "__qualname__": name})
+    return type(
+        name, (kind,), {"forward": _forward(kind, by_rows), "__module__": kind.__module__, "__qualname__": name}
+    )
 
 
-def _forward(kind: type[nn.Linear]) -> Callable:
+def _forward(kind: type[nn.Linear], by_rows: bool) -> Callable:
     base = kind.forward
 
     def forward(self, x):
@@ -95,19 +100,21 @@ def _forward(kind: type[nn.Linear]) -> Callable:
                 "FP8 products have no gradient: a rounded input says nothing about how to change it.",
                 hint="Train without fp8_products; FP8 storage of frozen weights is allowed.",
             )
-        y = product(x, self.weight, getattr(self, FACTOR))
+        y = product(x, self.weight, getattr(self, FACTOR), by_rows=by_rows)
         return y if self.bias is None else y + self.bias
 
     return forward
 
 
-def product(x: torch.Tensor, codes: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """x (..., i) times (codes (o, i) * factor)^T: (..., o) in the dtype of x. `factor` float32, (1,) or (o,)."""
+def product(x: torch.Tensor, codes: torch.Tensor, factor: torch.Tensor, *, by_rows: bool = False) -> torch.Tensor:
+    """x (..., i) times (codes (o, i) * factor)^T: (..., o) in the dtype of x. `factor` float32, (1,) or (o,). `by_rows`: the kernel applies the
+    scales, else passes of their own do."""
     rows = x.reshape(-1, x.shape[-1])
     up, down = scales(rows)
-    rounded = (
-        (rows * up.to(rows.dtype)).to(torch.float8_e4m3fn).contiguous()
-    )  # the kernels take rows that lie one after the other
+    # the kernels take rows that lie one after the other
+    rounded = (rows * up.to(rows.dtype)).to(torch.float8_e4m3fn).contiguous()
+    if by_rows:
+        return _by_rows(rounded, down, codes, factor).to(x.dtype).view(*x.shape[:-1], codes.shape[0])
     one = torch.ones(1, dtype=torch.float32, device=x.device)
     single = factor.numel() == 1
     exact = x.device.type == "cpu" and x.dtype is torch.float32
@@ -121,6 +128,18 @@ def product(x: torch.Tensor, codes: torch.Tensor, factor: torch.Tensor) -> torch
     )
     y = y * down.to(y.dtype) if single else y * (down * factor)
     return y.to(x.dtype).view(*x.shape[:-1], codes.shape[0])
+
+
+def _by_rows(rounded: torch.Tensor, down: torch.Tensor, codes: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """The product (M, N), bfloat16, with all scales applied by its kernel: (M, 1) of the input, (1, N) of the weight."""
+    return torch._scaled_mm(
+        rounded,
+        codes.t(),
+        scale_a=down,
+        scale_b=factor.reshape(1, -1).expand(1, codes.shape[0]).contiguous(),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=rounded.device.type == "cuda",
+    )
 
 
 def scales(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

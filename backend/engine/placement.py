@@ -27,7 +27,7 @@ from backend.catalog.spec import PartSpec
 from backend.engine import memory
 from backend.engine.calls import Call, watch
 from backend.engine.held import Pass
-from backend.engine.motion import Motion, cast_bytes, cast_on_the_way, find_layers, source_of
+from backend.engine.motion import Layer, Motion, cast_bytes, cast_on_the_way, find_layers, source_of
 from backend.engine.quantize import is_float8
 from backend.engine.residence import Residence
 from backend.engine.staging import most_that_fit
@@ -211,6 +211,12 @@ class Placement:
             self._residence.finish()
             self._reader.close()
             self.module.__dict__.pop(_PLACED, None)
+
+    def may_cast(self, layer: Layer) -> bool:
+        """Whether anything of `layer` has to be cast in any of the states."""
+        states = (self.states.offload, self.states.onload, self.states.preparing)
+        layouts = [stored_layout(layer.unit, state.dtype) for state in states if not state.on_disk]
+        return any(cast_bytes(layer, layout) for layout in (layer.unit.raw, *layouts))
 
     def enter_use(self, unit: Unit) -> bool:
         """`unit` is about to be used: what may stay on the computing device is brought there now. Answers whether its weights do not stay

@@ -123,7 +123,7 @@ def _downwards(pipeline, part: str, own: Sequence[Rung]) -> Iterator[Rung]:
                 lambda: _put_away(pipeline, part),
             )
         return
-    blocks, staying = _blocks(pipeline, part)
+    blocks, staying = staying_of(pipeline, part)
     if staying == blocks:
         yield from own
     if staying and part != "vae" and _frees_blocks(pipeline, part):
@@ -280,7 +280,7 @@ def _own_bytes(pipeline, name: str) -> int:
     return total
 
 
-def _blocks(pipeline, name: str) -> tuple[int, int]:
+def staying_of(pipeline, name: str) -> tuple[int, int]:
     """How many blocks the part has, and how many of them stay on the device while it is called; (0, 0) where it cannot be streamed."""
     here = pipeline.placements.get(name)
     if here is not None:

@@ -85,10 +85,30 @@ def use_flat_convolutions(vae) -> None:
 
 
 def _flat_forward(conv, x, cache_x=None):
+    import torch
     import torch.nn.functional as F
+
+    from backend.schema import ways
 
     if cache_x is not None or x.shape[2] != 1 or conv.stride[0] != 1:
         return type(conv).forward(conv, x, cache_x)
     left, _, top, _, _, _ = conv._padding
-    flat = F.conv2d(x[:, :, 0], conv.weight[:, :, -1], conv.bias, stride=conv.stride[1:], padding=(top, left))
-    return flat.unsqueeze(2)
+    frame, kernel = x[:, :, 0], conv.weight[:, :, -1]
+    if ways.chosen().vae == "channels_last":
+        frame, kernel = frame.contiguous(memory_format=torch.channels_last), _prepared(conv)
+    return F.conv2d(frame, kernel, conv.bias, stride=conv.stride[1:], padding=(top, left)).unsqueeze(2)
+
+
+def _prepared(conv):
+    """The last time slice of the kernel, its channels side by side in memory; made once for as long as the weights are the same."""
+    import torch
+
+    weight = conv.weight
+    key = (weight.data_ptr(), weight._version, weight.dtype, weight.device)
+    known = conv.__dict__.get("_flat_kernel")
+    if known is None or known[0] != key or weight.requires_grad:
+        known = conv.__dict__["_flat_kernel"] = (
+            key,
+            weight[:, :, -1].contiguous(memory_format=torch.channels_last),
+        )
+    return known[1]
