@@ -52,7 +52,7 @@ def _read(layer: Layer, title: str, kind: str) -> Decision:
     count = math.prod(at.shape) * 8 // bits
     fine = len(scale.shape) in (2, 3) and scale.shape[-1] == 1 and scale.shape[0]
     groups, bias = math.prod(scale.shape), layer.tensors.get("bias")
-    rows = scale.shape[0] if groups > 1 or bias is None or len(bias.shape) != 1 else bias.shape[0]
+    rows = scale.shape[0] if groups > 1 or bias is None or len(bias.shape) != 1 else max(1, bias.shape[0])
     if not fine or count % (rows * groups // math.gcd(rows, groups)) or (groups == 1 and bias is None):
         raise refusal(layer, f"{title} with a scale of shape {list(scale.shape)} for {count} numbers")
     if bits == 8 and at.shape[0] != rows:
