@@ -20,7 +20,7 @@ from backend.catalog import learnt, options, questions, remedy, sentences, store
 from backend.catalog.arrangement import CPU_FIXED, DENOISERS, Fixed, Layout, PartLayout, Work
 from backend.catalog.estimate import point_of
 from backend.catalog.options import FP8, Option, Terms
-from backend.catalog.sizes import ModelSizes, sizes_of, spread
+from backend.catalog.sizes import ModelSizes, compute_dtypes, sizes_of, spread
 from backend.catalog.spec import ModelSpec
 from backend.catalog.speed import ASSUMED, Speed, in_float32, speed_of
 from backend.catalog.weights import on_card
@@ -125,7 +125,7 @@ FOLLOWS = {
 def work_of(job, sizes: ModelSizes, card: Card, known: dict | None = None) -> tuple[Work, Layout]:
     """What `job` (a request, a `TrainingConfig`, or a `Work`) asks on `card`, and the arrangement that it names itself."""
     if isinstance(job, GenerationRequest):
-        work, own = work_of_request(job, sizes, computing=computing_of(card)), Layout()
+        work, own = work_of_request(job, sizes, computing=computing_of(card, sizes.family)), Layout()
     elif isinstance(job, Work):
         work, own = job, Layout()
     else:
@@ -147,14 +147,17 @@ def budget_of(card: Card) -> int:
     return max(0, (min(card.free_bytes, left) if card.device == "cpu" else left) - card.reserve_bytes)
 
 
-def computing_of(card: Card) -> str:
-    """What networks compute in on `card`."""
-    return "bfloat16" if "bfloat16" in card.dtypes else "float16" if "float16" in card.dtypes else "float32"
+def computing_of(card: Card, family: str) -> str:
+    """The data type that networks of `family` compute in on `card`: the best that both bear."""
+    return next((dtype for dtype in compute_dtypes(family) if dtype in card.dtypes), "float32")
 
 
 def _terms(sizes, work: Work, card: Card, preferences: Preferences, speed: Speed, fixed: Fixed) -> Terms:
     allowed = preferences.allow_fp8 and FP8 in card.dtypes and work.targets != "full"
-    storages = (work.computing, FP8) if allowed else (work.computing,)
+    plain = work.computing
+    if plain == "float32" and card.device != "cpu" and not work.targets:
+        plain = "bfloat16"  # as files are: each layer is cast where it computes, and the card holds half the bytes
+    storages = (plain, FP8) if allowed else (plain,)
     homes = (DISK,) if card.device == "cpu" else ("ram", DISK)
     ram = card.ram_free_bytes * RAM_SHARE - fixed.ram_bytes if card.ram_free_bytes else math.inf
     speed = speed if fixed.on_cpu or work.computing != "float32" else in_float32(speed)
@@ -325,7 +328,8 @@ def _dtype_of(name: str, terms: Terms) -> str:
 
 def config_of(part: PartLayout, device: str, computing: str) -> VramConfig:
     """The four states that make the engine do what `part` says."""
-    storage = part.storage if part.storage.startswith("float8") else computing
+    narrow = part.storage == "bfloat16" and computing == "float32" and device != "cpu"
+    storage = part.storage if narrow or part.storage.startswith("float8") else computing
     if part.mode == "resident":
         if storage == computing:
             return VramConfig()

@@ -14,7 +14,7 @@ from backend.catalog.entries import all_meant, parts_meant, rounding_of
 from backend.catalog.header import read_header
 from backend.catalog.optimizing import check_named, part_rates, part_schedules
 from backend.catalog.rounded import ELSEWHERE, METHODS, NO_GRADIENT, package_of
-from backend.catalog.sizes import EMBEDDING, ModelSizes, PartSizes
+from backend.catalog.sizes import EMBEDDING, ModelSizes, PartSizes, compute_dtypes
 from backend.catalog.spec import ModelSpec, PartSpec
 from backend.catalog.targets import check_oft, pattern_of, target_modules
 from backend.catalog.text import ends_with, listed
@@ -59,7 +59,7 @@ def check_training(
     trains = (*trained, *([part] if part else []))
     part_rates(config.training.learning_rates, config.training.learning_rate, trains)
     part_schedules(config.training.lr_schedulers, config.training.lr_scheduler, trains)
-    _check_fp16(config)
+    _check_fp16(config, sizes)
     _check_strengths(config)
 
 
@@ -291,13 +291,19 @@ def _check_fetched(memory, away: set[str]) -> None:
             )
 
 
-def _check_fp16(config) -> None:
+def _check_fp16(config, sizes: ModelSizes) -> None:
+    if config.training.mixed_precision != "fp16":
+        return
     beside = config.memory.enable_optimizer_cpu_offload
-    if config.training.mixed_precision == "fp16" and (
-        beside or config.training.customized_optimizer.strip().lower() == "muon"
-    ):
+    if beside or config.training.customized_optimizer.strip().lower() == "muon":
         what = "An optimizer on the CPU" if beside else "Muon"
         raise Trouble("bad_value", f"{what} does not train in fp16.", hint="Use --mixed_precision bf16.")
+    if "float16" not in compute_dtypes(sizes.family):
+        raise Trouble(
+            "bad_value",
+            f"{sizes.title} does not train in fp16 (--mixed_precision): its activations overflow float16, and the loss becomes NaN.",
+            hint="Use bf16; on a card without it, no (float32).",
+        )
 
 
 def strengths_of(section) -> list[float]:

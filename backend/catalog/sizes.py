@@ -42,7 +42,7 @@ class Numbers:
     precise: int = 0
 
     def bytes(self, storage: str, computing: str) -> int:
-        wide = DTYPE_BYTES[computing]
+        wide = DTYPE_BYTES[computing if storage.startswith("float8") else storage]
         return self.matrix * DTYPE_BYTES[storage] + self.rest * wide + self.precise * max(wide, 4)
 
 
@@ -135,6 +135,11 @@ class ModelSizes:
     @property
     def file_bytes(self) -> int:
         return sum(part.file_bytes for part in self.parts.values())
+
+
+def compute_dtypes(family: str) -> tuple[str, ...]:
+    """The data types that networks of a family compute in without overflow, the best first: activations of some leave float16's range."""
+    return tuple(published()["compute_dtypes"].get(family, ("bfloat16", "float16", "float32")))
 
 
 def fingerprint(kind: str, shapes: dict[str, tuple], blocks: tuple[str, ...], flags: tuple[str, ...] = ()) -> str:

@@ -28,7 +28,8 @@ def on_card(part: PartSizes, layout: PartLayout, active: bool, computing: str) -
 def _cast(part: PartSizes, layout: PartLayout, computing: str) -> int:
     """The buffer in which weights of another dtype become what is computed with."""
     others = layout.mode == "streamed" and layout.home == "disk" and part.file_dtype != computing
-    if not (layout.storage.startswith("float8") or others):
+    narrow = layout.storage == "bfloat16" and computing == "float32"
+    if not (layout.storage.startswith("float8") or narrow or others):
         return 0
     return faster.largest_cast(part, whole=layout.whole, codes=layout.codes) * DTYPE_BYTES[computing]
 

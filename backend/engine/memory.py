@@ -10,6 +10,7 @@ import gc
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -194,10 +195,10 @@ def _dtypes(device: torch.device) -> tuple[str, ...]:
     return DTYPES
 
 
-def best_dtype(device: str | torch.device) -> torch.dtype:
-    """What networks compute in there: bfloat16 where it is quick, else float16 on a card and float32 on a CPU."""
+def best_dtype(device: str | torch.device, *, bears: Sequence[str] = ("bfloat16", "float16", "float32")) -> torch.dtype:
+    """What networks compute in there: the first of what they bear (`bears`, names of dtypes) that the device is quick in, else float32."""
     dtypes = _dtypes(torch.device(device))
-    return next(getattr(torch, name) for name in ("bfloat16", "float16", "float32") if name in dtypes)
+    return next((getattr(torch, name) for name in bears if name in dtypes), torch.float32)
 
 
 def allocated(device: str | torch.device) -> int:

@@ -113,7 +113,7 @@ def room_of(spec: ModelSpec, card: Card) -> Room:
     """What requests for the model are held against on `card`, with what this machine has taught."""
     user = places().user
     fixed = learnt.corrected(fixed_of(card), card, spec.family, user / "measured.json")
-    return Room(sizes_of(spec, folder=user / "memory"), fixed, budget_of(card), computing_of(card))
+    return Room(sizes_of(spec, folder=user / "memory"), fixed, budget_of(card), computing_of(card, spec.family))
 
 
 def predicted_bytes(spec: ModelSpec, card: Card, request: GenerationRequest, placing: Placing) -> int:

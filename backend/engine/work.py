@@ -14,6 +14,7 @@ from PIL import Image
 from backend import families
 from backend.catalog import beside, download, learnt
 from backend.catalog.identify import identify_model
+from backend.catalog.sizes import compute_dtypes
 from backend.catalog.spec import ModelSpec
 from backend.engine import Cancelled, editing, faster, light, limits, live, memory, planning, shortage
 from backend.engine.pipeline import Pipeline
@@ -284,7 +285,7 @@ class Work:
 
         return Pipeline(
             spec,
-            dtype=memory.best_dtype(self.device),
+            dtype=memory.best_dtype(self.device, bears=compute_dtypes(spec.family)),
             device=self.device,
             configs=faster.configs(self._placing.configs, fp8_products),
             vram_limit_bytes=self._placing.vram_limit_bytes,

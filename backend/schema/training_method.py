@@ -110,6 +110,12 @@ class TrainingSection:
         high=1024,
         level="advanced",
     )
+    deterministic: bool = knob(
+        False,
+        help="Only algorithms that give the same bits each time, attention's backward pass among them: a run on a card that is resumed "
+        "then equals one that was never stopped. Slower. On a CPU that holds in any case.",
+        level="advanced",
+    )
     find_unused_parameters: bool = knob(
         False, help="Several processes: allow weights that take no part in a step.", level="advanced"
     )

@@ -221,6 +221,9 @@ def _train(config: TrainingConfig, folder: Path, reporter) -> str:
     index = places().cache / "pictures.json"
     data = early.look(config, index=index)
 
+    if config.training.deterministic:  # read by cuBLAS when it is first used
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
     import torch
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
@@ -232,6 +235,7 @@ def _train(config: TrainingConfig, folder: Path, reporter) -> str:
     from backend.training.reporter import add_boards
     from backend.training.setup import set_up
 
+    _set_deterministic(config.training.deterministic)
     spread = shards.take_over()
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available()  # said outright, for several processes on a CPU find each other only so
@@ -266,6 +270,16 @@ def _train(config: TrainingConfig, folder: Path, reporter) -> str:
     reporter.event("finished", step=_last_step(folder), reason=reason)
     accelerator.end_training()
     return reason
+
+
+def _set_deterministic(wanted: bool) -> None:
+    """Has torch take only deterministic algorithms, or any again. Of attention's fused kernels that leaves flash attention, which has a deterministic
+    backward pass; memory-efficient attention and cuDNN's add up gradients in any order (torch's notes on reproducibility)."""
+    import torch
+
+    torch.use_deterministic_algorithms(wanted)
+    torch.backends.cuda.enable_mem_efficient_sdp(not wanted)
+    torch.backends.cuda.enable_cudnn_sdp(not wanted)
 
 
 def _process_data(config: TrainingConfig, accelerator, reporter, index: Path, data) -> str:

@@ -68,7 +68,7 @@ def test_what_a_receipt_will_call_predicted_is_in_the_plan(studio):
     sizes, card = plan_panel.sizes_of_model(studio, request.model)[0], plan_panel.this_card(studio)
     found = plan_panel.estimate(studio, request.model, request, what_if="")
     alive = foresee.live_bytes(
-        found.plan, sizes, work_of_request(request, sizes, computing=computing_of(card)), fixed_of(card)
+        found.plan, sizes, work_of_request(request, sizes, computing=computing_of(card, sizes.family)), fixed_of(card)
     )
     assert f"Tensors are {size_words(max(alive.values()))} of it" in plan_panel.panel(found, what_if="")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import types
 from pathlib import Path
 
@@ -147,3 +148,12 @@ def test_the_measured_device_is_waited_for_and_checkpoints_use_the_tensors_own(m
         tensor = torch.empty(4)
     offload.Checkpoints().keep([torch.ones(1), tensor])
     assert made == [torch.device("cuda", 1)]
+
+
+def test_deterministic_algorithms_are_taken_where_asked_for_and_no_longer_afterwards(run_training, tmp_path: Path):
+    flags = ("--max_steps", 1, "--height", 32, "--width", 32)
+    assert run_training(tmp_path / "exact", *flags, "--deterministic") == 0
+    assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cuda.mem_efficient_sdp_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"]
+    assert run_training(tmp_path / "plain", *flags) == 0
+    assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled()

@@ -409,7 +409,7 @@ class Lost(torch.optim.SGD):
         (("--learning_rates", "dit=1,dit=2"), "names the part dit twice"),
         (("--optimizer_args", '{"no_such": 1}'), "does not take these settings"),
         (("--optimizer_args", "{"), "not a JSON object"),
-        (("--mixed_precision", "fp16"), "does not train on a CPU"),
+        (("--mixed_precision", "fp16"), "does not train in fp16"),
         (("--resume_from_checkpoint", "nowhere.safetensors"), "no file nowhere.safetensors"),
         (("--fp8_modells", "x"), "unrecognized arguments: --fp8_modells"),
     ],
