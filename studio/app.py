@@ -59,6 +59,7 @@ UPLOADS_KEPT = (3600, 24 * 3600)  # looked at every hour, removed after a day
 def build(studio: Studio) -> gr.Blocks:
     """The whole page. Nothing runs yet."""
     form.clamp_sliders()
+    form.pass_broken_pictures()
     with gr.Blocks(title="Loft", analytics_enabled=False, fill_width=True, delete_cache=UPLOADS_KEPT) as page:
         ui = session.browser_choices()
         shown, most, looks = gr.State({}), gr.State(gallery.PAGE_PICTURES), gr.State(0)

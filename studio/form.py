@@ -24,6 +24,22 @@ def clamp_sliders() -> None:
     gr.Slider.preprocess = _clamped
 
 
+def pass_broken_pictures() -> None:
+    """Has a file that is no picture reach the handler, which says so; by itself Gradio's field fails, and nothing is said."""
+    if gr.Image.preprocess is not _as_sent:
+        _as_sent.usual = gr.Image.preprocess
+        gr.Image.preprocess = _as_sent
+
+
+def _as_sent(image: gr.Image, payload):
+    try:
+        return _as_sent.usual(image, payload)
+    except Exception:  # whatever Pillow says of a broken file
+        if image.type != "filepath" or payload is None:
+            raise
+        return payload.path
+
+
 def _clamped(slider: gr.Slider, payload: float | None) -> float:
     return min(max(payload or 0, slider.minimum), slider.maximum)
 

@@ -25,7 +25,7 @@ from studio.generate import (
     read_inputs,
     whole_request,
 )
-from studio.pictures import is_inside, read_settings, to_trash
+from studio.pictures import check_picture, is_inside, read_settings, to_trash
 from studio.restore import restore
 from studio.studio import Studio
 from studio.words import faults_style, notice, trouble_notice
@@ -232,6 +232,10 @@ def _wire_pictures(studio: Studio, tab: Generate, ui: gr.BrowserState, most: gr.
         picture = gallery.chosen_picture(studio, choice["picture"])
         if picture is None:
             return gr.skip(), gr.skip(), notice("There is no picture to start from.")
+        try:
+            check_picture(picture)
+        except Trouble as trouble:
+            return gr.skip(), gr.skip(), trouble_notice(trouble)
         said = notice(f"What is made next starts from {picture.name}, under “Start from a picture”.")
         return str(picture), gr.update(open=True), said
 

@@ -254,6 +254,11 @@ def keep_input(path: Path, places: Places) -> Path:
     return kept
 
 
+def check_picture(path: Path) -> None:
+    """Raises Trouble for a file that is not a picture that can be read."""
+    _ending(read_bytes(path, most=MOST_PICTURE_BYTES), path)
+
+
 def _ending(data: bytes, path: Path) -> str:
     """The ending that belongs to the format of a picture's content, whatever its file was called."""
     try:
