@@ -282,7 +282,7 @@ def main() -> None:
                     "--output_path",
                     str(data / f"run-{number}"),
                 ]
-                flags += ["--max_steps", "4"] if "--max_steps" not in words else []
+                flags += ["--dataset_repeat", "2"] if "--max_steps" not in words else []
                 job, found = words, partial(of_run, specs[which], flags, data, guess=said.guess)
             else:
                 values = request_values(draw)

@@ -126,11 +126,22 @@ def draw(spec, data: Path) -> tuple[dict, dict]:
     return predicted, dict(peak.by_phase)
 
 
-def train(model: Path, data: Path, flags: list[str]) -> tuple[dict, dict]:
+def train(spec, model: Path, data: Path, flags: list[str]) -> tuple[dict, dict]:
     """(predicted, measured) of two steps of a LoRA of rank 16, all frozen weights from their files."""
+    import torch
     from PIL import Image
 
+    from backend.catalog import needed
+    from backend.catalog.estimate import point_of
+    from backend.catalog.plan import work_of
+    from backend.catalog.sizes import sizes_of
+    from backend.engine import memory
+    from backend.families import by_name
+    from backend.schema.knobs import from_flags
+    from backend.schema.training import TrainingConfig
     from backend.training.__main__ import main
+    from backend.training.ahead import look_ahead
+    from benchmarks.foresight import traced
 
     (data / "pictures").mkdir()
     Image.new("RGB", (256, 256), (180, 90, 40)).save(data / "pictures" / "1.png")
@@ -139,6 +150,16 @@ def train(model: Path, data: Path, flags: list[str]) -> tuple[dict, dict]:
         "--model", str(model), "--dataset_base_path", str(data / "pictures"), "--output_path", str(data / "run"), "--lora_rank", "16", "--max_steps", "3",
         "--height", "256", "--width", "256", "--use_gradient_checkpointing", "--offload_models", "dit,text_encoder", "--dataset_repeat", "3", *flags,
     ]  # fmt: skip
+    config, sizes, card = (
+        from_flags(TrainingConfig, said),
+        sizes_of(spec, folder=data / "user" / "memory"),
+        memory.probe(torch.device("cpu")),
+    )
+    known = look_ahead(config, sizes, by_name(spec.family)).known
+    work, own = work_of(config, sizes, card, known)
+    traced(
+        spec, needed.missing(sizes, work, own, point_of(sizes, work), on_cpu=True), data / "user" / "memory"
+    )  # as the page asks for it
     with contextlib.redirect_stdout(sys.stderr):
         assert main(said) == 0
     events = [json.loads(line) for line in (data / "run" / "events.jsonl").read_text().splitlines()]
@@ -164,7 +185,7 @@ def main() -> None:
         spec = identify_model(model, FAMILIES)
         print("| job | phase | predicted GiB | measured GiB | error |\n|---|---|---|---|---|")
         jobs = [("draw", lambda: draw(spec, data))] if said.draw or not said.train else []
-        jobs += [("train", lambda: train(model, data, flags))] if said.train or not said.draw else []
+        jobs += [("train", lambda: train(spec, model, data, flags))] if said.train or not said.draw else []
         for name, job in jobs:
             predicted, measured = job()
             for phase, value in measured.items():

@@ -240,7 +240,8 @@ def panel(
 
 
 def _estimating(found: PageEstimate) -> str:
-    return '<span class="pill">estimating</span>' if found.estimating else ""
+    words = [word for word, yes in (("estimating", found.estimating), ("guess", found.guessed)) if yes]
+    return "".join(f'<span class="pill">{word}</span>' for word in words)
 
 
 def _seconds_words(seconds: tuple[float, float]) -> str:

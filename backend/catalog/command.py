@@ -12,7 +12,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from backend.catalog import download, questions, remedy, report
+from backend.catalog import download, page, questions, remedy, report
 from backend.catalog.arrangement import Work
 from backend.catalog.plan import fixed_of, known_of_changed, plan, surely_fits
 from backend.catalog.refused import check_training
@@ -73,21 +73,37 @@ def show(said: argparse.Namespace) -> None:
     """Prints the plan, or one line a card. Raises Trouble or ValueError with a sentence, before anything is printed."""
     names, ram, size, more = _cards(said), _ram(said.ram), _size(said.size), _free(said.free)
     cards = [what_if(name, ram_gib=ram) for name in names]
-    sizes = sizes_of(_model(said.model))
+    traced = places().user / "memory"  # tables that were made here, as the page has them
+    sizes = sizes_of(_model(said.model), folder=traced if traced.is_dir() else None)
     job = _job(said, size, sizes)
     known = _known(job, sizes)
-    if said.train is not None and not hasattr(_families().by_name(sizes.family), "predict"):
+    can = hasattr(_families().by_name(sizes.family), "predict")
+    if said.train is not None and not can:
         print(f"{sizes.title} cannot be trained here; this is what it would take.", file=sys.stderr)
     lossy = not said.exact
     preferences = Preferences(allow_fp8=lossy, allow_tiles=lossy, allow_8bit_optimizer=lossy)
     for name, (card, speed) in zip(names, cards, strict=True):
         found = plan(sizes, card, job, preferences, speed=speed, known=known)
+        guessed = page.is_guess(found, sizes, card, job, known)
         if said.cards is not None:
-            print(f"{sizes.title} on {name}: {report.line(found)}")
+            print(f"{sizes.title} on {name}: {report.line(found, guessed=guessed)}")
             continue
-        taken, source = _as_flags(job, found.remedy), source_of(speed, card.device)
+        taken, source = _as_flags(job, found.remedy) if can else "", source_of(speed, card.device)
         asked = _answers(sizes, card, job, preferences, found, speed=speed, known=known, more=more)
-        print(report.table(found, card, title=sizes.title, taken=taken, speed=source, answers=asked))
+        words = page.words_of(sizes, guessed=guessed, can=can or said.train is not None)
+        print(
+            report.table(
+                found,
+                card,
+                title=sizes.title,
+                taken=taken,
+                speed=source,
+                answers=asked,
+                words=words,
+                guessed=guessed,
+                scripts=can,
+            )
+        )
 
 
 def _families():

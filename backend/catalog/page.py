@@ -61,6 +61,7 @@ def estimate_for_page(
     card = card_for(card, what_if_card, preferences)
     sizes = model if isinstance(model, ModelSizes) else sizes_of(model, folder=user / "memory")
     found = plan_here(sizes, card, job, preferences, user=user, known=known)
+    guessed = is_guess(found, sizes, card, job, known)
     return PageEstimate(
         plan=found,
         card=card,
@@ -68,11 +69,19 @@ def estimate_for_page(
         bars=tuple(_bar(phase, card) for phase in found.phases),
         headline=_headline(found, card),
         sentences=tuple(
-            filter(None, (*map(_priced, found.steps), found.disk_words, _speed_words(user, card, sizes, job)))
+            filter(
+                None,
+                (
+                    *words_of(sizes, guessed=guessed),
+                    *map(_priced, found.steps),
+                    found.disk_words,
+                    _speed_words(user, card, sizes, job),
+                ),
+            )
         ),
         last_time=_last_time(user, card, sizes, job),
         estimating=bool(sizes.estimating),
-        guessed=is_guess(found, sizes, card, job, known),
+        guessed=guessed,
         missing=missing_of(found, sizes, card, job, known),
     )
 
@@ -83,6 +92,21 @@ def card_for(card: Card, what_if_card: str, preferences: Preferences) -> Card:
         return card
     ram = card.ram_total_bytes / GIB or 64.0
     return what_if(what_if_card, ram_gib=ram, reserve_gib=preferences.reserve_gib)[0]
+
+
+def words_of(sizes: ModelSizes, *, guessed: bool, can: bool = True) -> tuple[str, ...]:
+    """Sentences about what a figure for the model of `sizes` rests on: what is guessed, counted as published, or not counted. `can`: whether
+    pictures are made with it here."""
+    found = []
+    if not can:
+        found.append(f"{sizes.title} cannot be drawn with here; this is what it would take.")
+    if guessed:
+        found.append("This is a guess: the working memory of this model, or of this job, was not traced yet.")
+    if sizes.presumed:
+        found.append(f"Counted as published, not read from files: {', '.join(sizes.presumed)}.")
+    if sizes.absent:
+        found.append(f"Not counted, because it is not there: {', '.join(sizes.absent)}.")
+    return tuple(found)
 
 
 def missing_of(found: VramPlan, sizes: ModelSizes, card: Card, job, known: dict | None = None) -> dict[str, list[str]]:

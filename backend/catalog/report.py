@@ -8,10 +8,20 @@ from backend.schema.vram import GIB, Card, VramPlan
 
 
 def table(
-    found: VramPlan, card: Card, *, title: str = "", taken: str = "", speed: str = "", answers: Sequence[str] = ()
+    found: VramPlan,
+    card: Card,
+    *,
+    title: str = "",
+    taken: str = "",
+    speed: str = "",
+    answers: Sequence[str] = (),
+    words: Sequence[str] = (),
+    guessed: bool = False,
+    scripts: bool = True,
 ) -> str:
     """Phases as rows, then what was done and why. `taken`: the advice as flags. `speed`: where the seconds are from.
-    `answers`: to what one asks next."""
+    `answers`: to what one asks next. `words`: what the figures rest on; `guessed`: they are a guess; `scripts`: what a script or a run is
+    told is printed too."""
     rows = [("phase", "weights", "staging", "working", "adapter", "peak low", "peak high", "RAM", "seconds")]
     for phase in found.phases:
         rows.append(
@@ -37,13 +47,14 @@ def table(
     )
     verdict = {"green": "It fits.", "amber": "It may just fit.", "red": "It does not fit."}[found.verdict]
     end = [
-        f"{verdict} {found.advice}".strip(),
+        f"{verdict.rstrip('.')}{', by a guess' if guessed else ''}. {found.advice}".strip(),
+        *words,
         *filter(None, [taken]),
         *(f"- {_priced(step)}" for step in found.steps),
         *filter(None, [found.disk_words, speed]),
         *answers,
     ]
-    return "\n".join([said, *lines, *end, *_for_scripts(found)])
+    return "\n".join([said, *lines, *end, *(_for_scripts(found) if scripts else ())])
 
 
 def _priced(step) -> str:
@@ -69,12 +80,13 @@ def _for_scripts(found: VramPlan) -> list[str]:
     return lines
 
 
-def line(found: VramPlan) -> str:
+def line(found: VramPlan, *, guessed: bool = False) -> str:
     """The plan in one cell of a comparison."""
     rungs = "+".join(dict.fromkeys(_short(step.rung, found) for step in found.steps)) or "all resident"
     mark = {"green": "", "amber": "? ", "red": "no: "}[found.verdict]
     return (
-        f"{mark}{found.peak_low_bytes / GIB:.1f}-{found.peak_high_bytes / GIB:.1f} {rungs}, {_range(found.seconds)} s"
+        f"{mark}{found.peak_low_bytes / GIB:.1f}-{found.peak_high_bytes / GIB:.1f}{' (a guess)' if guessed else ''} {rungs}, "
+        f"{_range(found.seconds)} s"
     )
 
 

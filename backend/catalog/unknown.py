@@ -23,9 +23,8 @@ AUTOENCODERS = {
     "AutoencoderKLQwenImage": ((7.03, 6.01, 6.06, 5.04), (7.03, 6.01, 6.06, 5.04)),
     "AutoencoderKLWan": ((18.1, 18.1, 10.1, 10.1), (3.15, 3.02, 2.3, 2.2)),
 }
-CONVERTED = {
-    "AutoencoderKL": (1.59, 1.2)
-}  # times as much where 16-bit convolutions copy what they read: decode, encode
+# times as much where 16-bit convolutions copy what they read: decode, encode
+CONVERTED = {"AutoencoderKL": (1.59, 1.2), "AutoencoderKLQwenImage": (1.0, 1.0), "AutoencoderKLWan": (1.17, 1.28)}
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,10 @@ def tell(run) -> None:
         return
     predicted, measured = _highest(both)
     run.reporter.event("memory", **memory(), predicted_bytes=predicted, measured_bytes=measured, phases=both)
-    run.reporter.note(f"Memory at most: predicted {_size(predicted)}, measured {_size(measured)} ({_sentence(both)}).")
+    guess = " (a guess)" if is_guess(run) else ""
+    run.reporter.note(
+        f"Memory at most: predicted {_size(predicted)}{guess}, measured {_size(measured)} ({_sentence(both)})."
+    )
 
 
 def beside_tensors(run) -> dict[str, int]:
@@ -52,7 +55,7 @@ def beside_tensors(run) -> dict[str, int]:
 def keep(run) -> None:
     """Keeps the peaks of `run` for the next estimate, once, as soon as a step, a sample and a save were seen."""
     both = _both(run)
-    if not both or run.peaks.kept:
+    if not both or run.peaks.kept or is_guess(run):
         return
     run.peaks.kept = True
     predicted, measured = _highest(both)
@@ -78,12 +81,16 @@ def _both(run) -> dict[str, list[int]]:
 
 
 def is_known(run) -> bool:
-    """Whether the estimate has forms of what trains, and so nothing to guess: the denoiser's weights, or adapters on them, in one process."""
-    if run.accelerator.num_processes > 1 or not all(name.startswith("dit.") for name in run.weights):
-        return False
-    sizes, (work, own) = _sizes(run), work_of_training(run.config, _sizes(run))
+    """Whether the estimate foresees what trains: the denoiser's weights, or adapters on them, in one process."""
+    return run.accelerator.num_processes == 1 and all(name.startswith("dit.") for name in run.weights)
+
+
+def is_guess(run) -> bool:
+    """Whether that rests on something that no table knows of this network or method, and so teaches nothing."""
+    sizes = _sizes(run)
+    work, own = work_of_training(run.config, sizes)
     work = replace(work, **known_of(run.peaks.largest), **samples_of(run))
-    return not needed.is_guess(sizes, work, own, point_of(sizes, work), on_cpu=run.device.type == "cpu")
+    return needed.is_guess(sizes, work, own, point_of(sizes, work), on_cpu=run.device.type == "cpu")
 
 
 def _highest(both: dict[str, list[int]]) -> tuple[int, int]:

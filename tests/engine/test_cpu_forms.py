@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from backend.catalog import cpu_runs
 from backend.catalog.arrangement import Layout, Work
 from backend.catalog.identify import identify_model
+from backend.catalog.method import method_of
 from backend.catalog.sizes import Numbers, PartSizes, published, sizes_of
 from backend.engine import cpu_forms, cpu_step, plain_attention, shallow, tape
 from backend.families import FAMILIES
@@ -76,3 +77,20 @@ def test_a_network_without_a_table_is_foretold_at_its_own_depth():
     module = cpu_step.network(NETWORK, TINY, torch.float32, targets=lora, rank=8, checkpointed=False, kernel="plain")
     real = sections(cpu_step.step_tape(module, list(module.transformer_blocks), at, torch.float32, lean=True))
     assert found == {name: pytest.approx(value, rel=0.02) for name, value in real.items()}
+
+
+@pytest.mark.parametrize("word", ["loha", "lora-dropout+2"])
+def test_other_methods_take_what_is_foreseen(word: str):
+    """Adapters with copies of their own, and a student that draws in two steps, on real tensors."""
+    method, at, lora = method_of(word), point(r=8), KNOWN["lora"]["attention"]
+    key = f"plain/attention@{word}/checkpointed/bfloat16"
+    table = {"cpu": {"plain_tokens": 512, key: cpu_forms.form_of(NETWORK, TINY, KNOWN, key)}}
+    part = PartSizes("dit", "", table, (), Numbers(), {"transformer_blocks": 5})
+    found = cpu_runs.step(part, at, Work(targets="attention", method=word, rank=8), Layout(checkpointed=True))
+    module = cpu_step.network(
+        NETWORK, TINY, BF16, targets=lora, rank=8, checkpointed=True, kernel="plain", method=method
+    )
+    step = cpu_step.step_tape(
+        module, list(module.transformer_blocks), at, BF16, lean=method.lean, drawing=method.drawing
+    )
+    assert found == {name: pytest.approx(value, rel=0.02) for name, value in sections(step).items()}
