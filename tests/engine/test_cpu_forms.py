@@ -83,12 +83,12 @@ def test_a_network_without_a_table_is_foretold_at_its_own_depth():
 def test_other_methods_take_what_is_foreseen(word: str):
     """Adapters with copies of their own, and a student that draws in two steps, on real tensors."""
     method, at, lora = method_of(word), point(r=8), KNOWN["lora"]["attention"]
-    key = f"plain/attention@{word}/checkpointed/bfloat16"
+    key = f"plain/attention@{word}/kept/bfloat16"
     table = {"cpu": {"plain_tokens": 512, key: cpu_forms.form_of(NETWORK, TINY, KNOWN, key)}}
     part = PartSizes("dit", "", table, (), Numbers(), {"transformer_blocks": 5})
-    found = cpu_runs.step(part, at, Work(targets="attention", method=word, rank=8), Layout(checkpointed=True))
+    found = cpu_runs.step(part, at, Work(targets="attention", method=word, rank=8), Layout())
     module = cpu_step.network(
-        NETWORK, TINY, BF16, targets=lora, rank=8, checkpointed=True, kernel="plain", method=method
+        NETWORK, TINY, BF16, targets=lora, rank=8, checkpointed=False, kernel="plain", method=method
     )
     step = cpu_step.step_tape(
         module, list(module.transformer_blocks), at, BF16, lean=method.lean, drawing=method.drawing
