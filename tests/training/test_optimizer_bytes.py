@@ -28,6 +28,7 @@ def step_bytes(name: str) -> tuple[int, int]:
     """(most bytes that the second step of the optimizer `name` makes, bytes of its states)."""
     arguments = TOGETHER if name in ("adamw", "adam", "sgd") else None
     section = SimpleNamespace(
+        allow_custom_code=False,
         customized_optimizer=name,
         optimizer_args=arguments,
         learning_rates="",
