@@ -100,7 +100,8 @@ def _forward(kind: type[nn.Linear], by_rows: bool) -> Callable:
                 "FP8 products have no gradient: a rounded input says nothing about how to change it.",
                 hint="Train without fp8_products; FP8 storage of frozen weights is allowed.",
             )
-        y = product(x, self.weight, getattr(self, FACTOR), by_rows=by_rows)
+        given = (x, self.weight, getattr(self, FACTOR))
+        y = product(*given, by_rows=True) if by_rows else product(*given)
         return y if self.bias is None else y + self.bias
 
     return forward
