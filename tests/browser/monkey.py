@@ -145,7 +145,9 @@ def litter(places: Places) -> list[Path]:
 
 def let_loose(browser, site, files: list[Path], *, seconds: float, seed: int) -> Monkey:
     """A monkey that has been at the page of `site`, with what went wrong."""
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    context = browser.new_context(
+        viewport={"width": 1280, "height": 900}, permissions=["clipboard-read"]
+    )  # Gradio asks for it
     context.set_default_timeout(60_000)
     page = context.new_page()
     page.goto(site.address)
