@@ -79,6 +79,7 @@ def test_a_network_without_a_table_is_foretold_at_its_own_depth():
     assert found == {name: pytest.approx(value, rel=0.02) for name, value in real.items()}
 
 
+@pytest.mark.slow  # a minute of processor time
 @pytest.mark.parametrize("word", ["loha", "lora-dropout+2"])
 def test_other_methods_take_what_is_foreseen(word: str):
     """Adapters with copies of their own, and a student that draws in two steps, on real tensors; of a network as small as
