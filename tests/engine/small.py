@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from backend.catalog.header import read_header
+from backend.catalog.spec import PartSpec
 
 WIDTH = 48
 
@@ -52,3 +59,42 @@ def inputs(batch: int = 1) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     shapes = {"x": (batch, 6, 16), "text": (batch, 3, 32), "time": (batch, WIDTH)}
     return {name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in shapes.items()}
+
+
+def write_part(
+    folder: Path, module, network: str = "unused:Unused", config=None, *, dtype=None, name: str = "dit", scales=None
+) -> PartSpec:
+    """The module's weights in a file in `folder`, located by its header; those named in `scales` as FP8 codes with that factor beside them."""
+    scales = scales or {}
+    kept = {}
+    for key, tensor in module.state_dict().items():
+        kept[key] = (tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor).contiguous().clone()
+    for key, scale in scales.items():
+        kept[key] = (kept[key].float() / scale).to(torch.float8_e4m3fn)
+        kept[f"{key}.factor"] = torch.tensor(scale)
+    path = Path(folder) / f"{name}.safetensors"
+    save_file(kept, path)
+    found = read_header(path).tensors
+    own = {key: at for key, at in found.items() if not key.endswith(".factor")}
+    factors = {key: found[f"{key}.factor"] for key in scales}
+    storage = str(dtype or torch.float32).removeprefix("torch.")
+    return PartSpec(name=name, network=network, config=config or {}, tensors=own, scales=factors, storage=storage)
+
+
+def small_part(
+    folder: Path, dtype=torch.bfloat16, num_blocks: int = 4, scales=()
+) -> tuple[PartSpec, Callable[[], Small]]:
+    """A transformer-like module in a file, and how to build it on meta."""
+    torch.manual_seed(0)
+    module = Small(num_blocks)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.normal_(std=0.1 if parameter.ndim > 1 else 0.3).add_(1.0 if "norm" in name else 0.0)
+    factors = {key: 0.001 * (index + 1) for index, key in enumerate(scales)}
+    part = write_part(folder, module, dtype=dtype, scales=factors)
+
+    def build() -> Small:
+        with torch.device("meta"):
+            return Small(num_blocks)
+
+    return part, build

@@ -6,6 +6,10 @@ import os
 
 import pytest
 
+from backend.engine import limits
+
+limits.grow_segments()  # as workers and trainers do: torch's allocator reads it once
+
 torch = pytest.importorskip("torch")
 
 from backend.engine import memory

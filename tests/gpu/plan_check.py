@@ -34,7 +34,10 @@ from backend.schema.request import GenerationRequest
 GIB = 2**30
 BF16 = torch.bfloat16
 LIMIT = 0.05
-LIBRARIES_BYTES = 40 * 2**20  # workspaces of matrix products, which torch's allocator counts
+LIBRARIES_BYTES, LIBRARIES_BYTES_90 = (
+    40 * 2**20,
+    128 * 2**20,
+)  # workspaces of matrix products, which torch's allocator counts
 CASES = (
     ("QwenImageTransformer2DModel", {"num_layers": 4}, {"h": 128, "w": 128, "t": 96}, "forward"),
     ("QwenImageTransformer2DModel", {"num_layers": 4}, {"h": 166, "w": 166, "t": 96, "b": 2}, "forward"),
@@ -52,6 +55,12 @@ CASES = (
     ("AutoencoderKLQwenImage", {}, {"h": 128, "w": 128}, "encode_image"),
     ("AutoencoderKL", "flux", {"h": 128, "w": 128}, "decode"),
 )  # fmt: skip
+
+
+def libraries_bytes(device: torch.device) -> int:
+    """What the workspaces of all threads may take there: from compute capability 9.0 on cuBLAS takes 32 MiB for each thread and stream, and cuBLASLt more."""
+    large = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return LIBRARIES_BYTES_90 if large else LIBRARIES_BYTES
 
 
 def config_of(kind: str, config) -> dict:
@@ -92,12 +101,14 @@ def predicted(kind: str, config: dict, point: dict, what: str) -> tape.Tape:
         return stages.trace(module, work_of(module, point, what), warm=not trains, grad=trains)
 
 
-def measured(kind: str, config: dict, point: dict, what: str) -> tuple[int, int, int]:
-    """(weights, allocated peak, reserved) bytes on the card."""
+def measured(kind: str, config: dict, point: dict, what: str, device: torch.device) -> tuple[int, int, int]:
+    """(weights, allocated peak, reserved) bytes on the device. A CPU's are counted operation by operation, and nothing is reserved there."""
     trains = what in ("checkpointed", "kept")
-    with torch.device("cuda"):
+    with torch.device(device):
         module = prepared(kind, config, what)
         work = work_of(module, point, what)
+        if memory.is_ram(device):
+            return _counted(module, work, trains)
         for _ in range(2):
             gc.collect()
             torch.cuda.empty_cache()
@@ -107,6 +118,18 @@ def measured(kind: str, config: dict, point: dict, what: str) -> tuple[int, int,
                 work(tape.Tape())
             torch.cuda.synchronize()
     return held, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+
+def _counted(module: torch.nn.Module, work, trains: bool) -> tuple[int, int, int]:
+    seen = live._Seen(memory.RAM)
+    seen.watch()
+    try:
+        with torch.set_grad_enabled(trains):
+            work(tape.Tape())
+    finally:
+        seen.rest()
+    held = live.weight_bytes({"it": module}, memory.RAM)
+    return held, held + seen.highest, 0
 
 
 def pictures(device: str) -> list[str]:
@@ -146,7 +169,7 @@ def _picture(spec, found, request, device: str) -> list[str]:
             f"starter {phase.name:8} predicted {phase.live_bytes / 2**20:8.1f} MiB, measured {truth / 2**20:8.1f} MiB ({rungs})",
             flush=True,
         )
-        if abs(truth - phase.live_bytes) > LIMIT * truth + LIBRARIES_BYTES:
+        if abs(truth - phase.live_bytes) > LIMIT * truth + libraries_bytes(pipeline.device):
             wrong.append(f"starter, {phase.name}, {rungs}")
     for name, stay in placing.resident_blocks.items():
         if name == "vae" or pipeline.placements[name].resident is None:
@@ -157,23 +180,23 @@ def _picture(spec, found, request, device: str) -> list[str]:
     return wrong
 
 
-def main() -> int:
-    if not torch.cuda.is_available():
-        print("There is no CUDA device here; nothing was checked.")
-        return 0
+def networks(device: torch.device, cases=CASES) -> tuple[float, list[str]]:
+    """Networks one after the other, a line for each: the worst error of the allocated peak, and what lies beyond the limit."""
     worst, wrong = 0.0, []
     print(
         f"{'network':30} {'what':13} {'weights':>8} {'predicted':>10} {'measured':>9} {'error':>7} {'reserved':>9} {'least':>7} {'likely':>7}"
     )
-    for kind, config, point, what in CASES:
+    for kind, config, point, what in cases:
         said = predicted(kind, config_of(kind, config), point, what)
         alive = tape.peak(said)
-        held, allocated, reserved = measured(kind, config_of(kind, config), point, what)
+        held, allocated, reserved = measured(kind, config_of(kind, config), point, what, device)
         error = (held + alive) / allocated - 1
         worst = max(worst, abs(error))
         shares = forms.pools([said])
         low, high = (held + alive * shares[name] for name in ("least", "expandable"))
-        if not (1 - LIMIT) * low <= reserved <= (1 + LIMIT) * high + LIBRARIES_BYTES:
+        if abs(error) > LIMIT:
+            wrong.append(f"{kind}, {what}: {error:+.1%}")
+        if not (1 - LIMIT) * low <= reserved <= (1 + LIMIT) * high + libraries_bytes(device):
             wrong.append(f"{kind}, {what}: reserved")
         figures = (held, held + alive, allocated, reserved, low, high)
         weights, guess, truth, kept, least, likely = (f"{value / GIB:.3f}" for value in figures)
@@ -181,10 +204,19 @@ def main() -> int:
             f"{kind:30} {what:13} {weights:>8} {guess:>10} {truth:>9} {error:>+7.1%} {kept:>9} {least:>7} {likely:>7}",
             flush=True,
         )
+    return worst, wrong
+
+
+def main() -> int:
+    if not torch.cuda.is_available():
+        print("There is no CUDA device here; nothing was checked.")
+        return 0
+    device = memory.check_device("cuda:0")
+    worst, wrong = networks(device)
     print(f"worst error of the allocated peak: {worst:.1%} (limit {LIMIT:.0%})")
-    wrong += pictures("cuda:0")
+    wrong += pictures(str(device))
     print("beyond the limit: " + ("; ".join(wrong) or "nothing"))
-    return int(worst > LIMIT or bool(wrong))
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

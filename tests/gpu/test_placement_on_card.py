@@ -39,6 +39,10 @@ CONFIGS = {
 }
 
 
+# bytes of grace: what a placement makes beside blocks, such as the number that stands for weights that are away, is less
+GRACE = 1 << 16
+
+
 def on(device, values: dict) -> dict:
     return {name: value.to(device) for name, value in values.items()}
 
@@ -125,7 +129,7 @@ def wide(write_part, device):
 
 
 def test_the_peak_stays_below_the_limit(wide, device):
-    limit, module = wide.part.nbytes // 2, wide()
+    limit, module = wide.part.nbytes // 2 + GRACE, wide()
     x = torch.randn(16, wide.width, dtype=torch.bfloat16, device=device)
     x @ x.t()  # the products' own workspace is no part of it
     memory.give_back(device)

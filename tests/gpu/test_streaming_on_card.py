@@ -15,18 +15,19 @@ from tests.gpu.test_placement_on_card import RAM, placed_on, wide  # noqa: F401
 pytestmark = [pytest.mark.torch, pytest.mark.gpu]
 
 STREAMED = {**RAM, "preparing_device": "cpu"}
+LONGEST = 1.25  # 1.10 where computing and moving take as long: behind the last block comes the second of the next pass
 
 
 def seconds_of(device, work, rounds: int = 5) -> float:
-    """The median, on the wall, of one `work` until the device is done."""
-    times = []
-    for _ in range(rounds + 1):
+    """The median, on the wall, of one `work` until the device is done. On a CPU, where nothing is judged by it, it runs once."""
+    times, rounds = [], rounds if device.type != "cpu" else 1
+    for _ in range(rounds + (device.type != "cpu")):
         _finish(device)
         begin = time.perf_counter()
         work()
         _finish(device)
         times.append(time.perf_counter() - begin)
-    return sorted(times[1:])[rounds // 2]
+    return sorted(times[-rounds:])[rounds // 2]
 
 
 def _finish(device) -> None:
@@ -71,7 +72,7 @@ def test_a_streamed_step_costs_the_longer_of_computing_and_moving(wide, device, 
     longer = max(figures["resident"], figures["moving"])
     said = ", ".join(f"{name} {1000 * value:.1f} ms" for name, value in figures.items())
     print(f"{what}, {tokens} tokens: {said}; streamed / longer {figures['streamed'] / longer:.2f}")
-    assert device.type == "cpu" or figures["streamed"] <= 1.15 * longer
+    assert device.type == "cpu" or figures["streamed"] <= LONGEST * longer
 
 
 def test_torchs_own_cast_is_fast_enough(device):
