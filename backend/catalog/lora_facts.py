@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from backend.schema.untrusted import read_object_or_empty
+
 LONGEST_JSON = 4 * 2**20  # longer values are thumbnails or garbage
 MOST_WORDS = 8
 THUMBNAILS = ("modelspec.thumbnail", "loft.thumbnail", "thumbnail", "ss_thumbnail")  # pictures as data URLs
@@ -79,18 +81,11 @@ def _words(text: str) -> tuple[str, ...]:
 def _words_beside(path: Path) -> tuple[str, ...]:
     """Trigger words from a description that a downloader put beside the file."""
     for name in (f"{path.stem}.civitai.info", f"{path.stem}.json"):
-        beside = path.with_name(name)
-        try:
-            if beside.stat().st_size > LONGEST_JSON:
-                continue
-            said = json.loads(beside.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            continue
-        if isinstance(said, dict):
-            words = said.get("trainedWords") or said.get("activation text") or ()
-            words = _words(words) if isinstance(words, str) else words
-            if isinstance(words, list | tuple):
-                return tuple(str(word).strip() for word in words)[:MOST_WORDS]
+        said = read_object_or_empty(path.with_name(name), most=LONGEST_JSON)
+        words = said.get("trainedWords") or said.get("activation text") or ()
+        words = _words(words) if isinstance(words, str) else words
+        if said and isinstance(words, list | tuple):
+            return tuple(str(word).strip() for word in words[:MOST_WORDS])
     return ()
 
 

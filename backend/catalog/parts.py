@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from backend.catalog.forms import Stored, check_complete, understood
 from backend.catalog.forms.evidence import CONFIG
 from backend.catalog.names import own_tensors
 from backend.catalog.spec import PartSpec, TensorAt
+from backend.schema import untrusted
 from backend.schema.messages import Trouble
 
 TORCH_NAMES = {
@@ -228,13 +228,11 @@ def _belongs(config: dict, part: Part) -> bool:
 def read_json(path: Path) -> dict | None:
     """The object in a JSON file; None where there is no file. Raises Trouble("damaged") for anything else."""
     try:
-        if path.stat().st_size > 16 * 2**20:
-            raise Trouble("damaged", f"{path.name} has {path.stat().st_size} bytes, too many for a configuration.")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (ValueError, RecursionError, OSError) as error:
-        raise Trouble("damaged", f"{path} cannot be read: {str(error)[:120]}.", hint="Download it again.") from None
+        value = untrusted.read_json(path)
+    except Trouble as trouble:
+        if trouble.kind == "missing_file":
+            return None
+        raise Trouble("damaged", trouble.message, hint="Download it again.", detail=str(path)) from None
     if not isinstance(value, dict):
         raise Trouble("damaged", f"{path} is not a table of settings.", hint="Download it again.")
     return value

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 
+from backend.schema.untrusted import read_object_or_empty
+
+MOST_BYTES = 128 * 2**20  # of one of a tokenizer's files; the largest published have a quarter of it
 MOST_KEPT = 200_000  # counts that are remembered of one tokenizer
 # How Qwen2's tokenizer parts a text, as transformers' Qwen2Tokenizer builds it from vocab.json and merges.txt.
 _PIECES = (
@@ -60,6 +62,8 @@ def _tokenizer(folder: str, stamp: tuple) -> tuple | None:
         import tokenizers
 
         home = Path(folder)
+        if any(size > MOST_BYTES for _, size in stamp):
+            return None
         if (home / "tokenizer.json").is_file():
             found = tokenizers.Tokenizer.from_file(str(home / "tokenizer.json"))
             found.no_truncation()
@@ -84,9 +88,7 @@ def _from_vocabulary(tokenizers, home: Path):
             tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    special: list[str] = []
-    if (home / "tokenizer_config.json").is_file():
-        said = json.loads((home / "tokenizer_config.json").read_text(encoding="utf-8"))
-        special = [one["content"] for one in said.get("added_tokens_decoder", {}).values()]
+    said = read_object_or_empty(home / "tokenizer_config.json")
+    special = [one["content"] for one in said.get("added_tokens_decoder", {}).values()]
     found.add_special_tokens(special or ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     return found

@@ -102,8 +102,11 @@ def name_of(path: object) -> str:
 def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
     """The content of a regular file. Raises Trouble("unreadable") for anything else, and for one with more than `most` bytes."""
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
+        seen = os.stat(path)
+        if not stat.S_ISREG(seen.st_mode):
             raise Trouble("unreadable", f"{name_of(path)} is no file that can be read.")
+        if seen.st_size > most:
+            raise _too_long(path, most)
         # It may have become a pipe since: opened so, that does not wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         with os.fdopen(descriptor, "rb") as file:
@@ -113,9 +116,13 @@ def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", "") or str(error)
         raise Trouble("unreadable", f"{name_of(path)} cannot be read: {printable(why)}.") from None
-    if len(data) > most:
-        raise Trouble("unreadable", f"{name_of(path)} has more than {most / 2**20:g} MiB, too many for what it is.")
+    if len(data) > most:  # it has grown, or its size is not told
+        raise _too_long(path, most)
     return data
+
+
+def _too_long(path: Path, most: int) -> Trouble:
+    return Trouble("unreadable", f"{name_of(path)} has more than {most / 2**20:g} MiB, too many for what it is.")
 
 
 def read_json(path: Path, *, most: int = MOST_BYTES) -> object:

@@ -32,7 +32,7 @@ class Asked:
     here: str  # the address of this machine at which the connection arrived
     address: str  # whose request it is
     origins: tuple[str, ...]
-    site: str | None  # Sec-Fetch-Site
+    site: str | None  # Sec-Fetch-Site; no value that counts where it is there twice
     is_page_opened: bool  # a browser's window goes there
     wants_page: bool  # HTML is an answer
     cookies: tuple[tuple[str, str], ...]
@@ -69,7 +69,7 @@ def asked(scope: dict, *, proxies: Sequence[ipaddress._BaseNetwork] = (), root_p
         here=(scope.get("server") or ("", 0))[0] or "",
         address=address,
         origins=tuple(headers.all("origin")),
-        site=headers.only("sec-fetch-site"),
+        site=",".join(headers.all("sec-fetch-site")) if headers.all("sec-fetch-site") else None,
         is_page_opened=headers.first("sec-fetch-mode") == "navigate" and headers.first("sec-fetch-dest") == "document",
         wants_page="text/html" in headers.first("accept", whole=True).lower(),
         cookies=_cookies(headers.all("cookie")),

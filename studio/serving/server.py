@@ -9,6 +9,7 @@ import logging.handlers
 import os
 import re
 import socket
+import stat
 import sys
 import threading
 import time
@@ -129,7 +130,7 @@ def start(app: Guard, host: str, port: int) -> int:
     listener = _listen(host, port)
     config = uvicorn.Config(
         app,
-        log_level="warning",
+        log_level="error",  # a warning is a line for each request that is none, from anybody
         access_log=False,  # it would hold the token
         proxy_headers=False,  # the guard reads those, from proxies that are trusted
         server_header=False,
@@ -161,6 +162,27 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+class _OwnersLog(logging.handlers.RotatingFileHandler):
+    """A log for its owner's eyes alone. Where no regular file can be opened (a pipe, a folder), the line is in the terminal only."""
+
+    def _open(self):
+        # Opened so, a pipe that nobody reads does not hold the server up.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NONBLOCK", 0)
+        handle = os.open(self.baseFilename, flags, 0o600)
+        try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise OSError(f"{self.baseFilename} is no regular file")
+            if hasattr(os, "fchmod"):  # it may be of an older version
+                os.fchmod(handle, 0o600)
+            return os.fdopen(handle, "a", encoding=self.encoding)
+        except OSError:
+            os.close(handle)
+            raise
+
+    def handleError(self, record):
+        """Says nothing: the terminal has the line."""
+
+
 def log_access(studio: Studio) -> None:
     """Who was refused and who logged in goes to the terminal and to `user/access.log`, which holds half a MiB at most."""
     log = logging.getLogger("loft.access")
@@ -170,9 +192,7 @@ def log_access(studio: Studio) -> None:
     with contextlib.suppress(OSError):  # the terminal alone, then
         studio.places.user.mkdir(parents=True, exist_ok=True)
         path = studio.places.user / "access.log"
-        handlers.append(
-            logging.handlers.RotatingFileHandler(path, maxBytes=2**18, backupCount=1, encoding="utf-8", delay=True)
-        )
+        handlers.append(_OwnersLog(path, maxBytes=2**18, backupCount=1, encoding="utf-8", delay=True))
     for handler in handlers:
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     log.handlers[:] = handlers

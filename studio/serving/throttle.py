@@ -17,6 +17,7 @@ FORGET_SECONDS = 3600.0  # after so long without a wrong try an address starts a
 ALL_TRIES = 40  # of all addresses together, at once ...
 ALL_PER_SECOND = 0.5  # ... and so many more each second
 MOST_ADDRESSES = 10_000
+LOOPBACK = "loopback"
 
 
 @dataclass
@@ -43,7 +44,9 @@ class Throttle:
             self._filled = now
             if now < known.until:
                 return known.until - now
-            if self._allowance < 1 and not _is_loopback(address):  # the owner at this machine is not kept out by others
+            if (
+                self._allowance < 1 and _group(address) != LOOPBACK
+            ):  # the owner at this machine is not kept out by others
                 return (1 - self._allowance) / ALL_PER_SECOND
             # Counted before it is judged, so that many tries at the same time do not slip through.
             self._allowance -= 1
@@ -75,18 +78,12 @@ class Throttle:
 
 
 def _group(address: str) -> str:
-    """An IPv6 host has a network of 2^64 addresses to itself: they count as one."""
+    """An IPv6 host has a network of 2^64 addresses to itself, a program of this machine all of 127.0.0.0/8: they count as one."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return address
-    if found.version == 6 and not found.ipv4_mapped and not found.is_loopback:
-        return str(ipaddress.ip_network((found, 64), strict=False))
-    return str(getattr(found, "ipv4_mapped", None) or found)
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
+    found = getattr(found, "ipv4_mapped", None) or found
+    if found.is_loopback:
+        return LOOPBACK
+    return str(ipaddress.ip_network((found, 64), strict=False) if found.version == 6 else found)

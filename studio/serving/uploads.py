@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import time
@@ -29,6 +30,11 @@ MOST_NAME_BYTES = 200
 KEPT_SECONDS = 24 * 3600  # what the page needs longer than that, it has copied
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 RESERVED = re.compile(r'[<>:"/\\|?*]')  # not in a name on Windows
+DEVICES = re.compile(
+    r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³])(\..*)?", re.IGNORECASE
+)  # on Windows, whatever ending follows
+# The parser has a line of its own for every body that is no form; the sender is told.
+logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
 
 
 class TooLarge(MultiPartException):
@@ -104,7 +110,7 @@ def name_of(text: str | None) -> str:
     stem = stem.encode()[: MOST_NAME_BYTES - len(ending.encode())].decode("utf-8", "ignore").strip(" .")
     if not stem or "\0" in (text or ""):
         raise MultiPartException(f"A file that is called {ascii(text or '')[:80]} cannot be kept: give it a name.")
-    return stem + ending
+    return "_" * bool(DEVICES.fullmatch(stem + ending)) + stem + ending
 
 
 def upload_answer(blocks: gr.Blocks, folder: Path, preferences: Callable[[], Preferences]) -> Callable:

@@ -17,7 +17,8 @@ from backend.schema.messages import Trouble
 from backend.schema.places import Places
 from studio import app
 from studio.serving import server
-from studio.serving.hosts import Hosts
+from studio.serving.asked import asked
+from studio.serving.hosts import Hosts, from_elsewhere
 from studio.serving.keys import Keys
 from studio.serving.throttle import FREE_TRIES, Throttle
 from studio.studio import Studio
@@ -270,6 +271,30 @@ def test_wrong_passwords_are_slowed_down_refused_and_logged(guarded):
     said = (guarded.places.user / "access.log").read_text()
     assert "A wrong password for 'anna' came from 192.0.2.9" in said and "A wrong name came from 192.0.2.11" in said
     assert "guess" not in said and "s3cret" not in said
+    if sys.platform != "win32":
+        assert (guarded.places.user / "access.log").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX")
+def test_whatever_lies_in_the_place_of_the_log_holds_nothing_up(data, capsys):
+    path = data.user / "access.log"
+    studio = Studio(data, Engine(data, fake=True), FAMILIES)
+    for make in (os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/full")):
+        data.user.mkdir(parents=True, exist_ok=True)
+        make(path)
+        server.log_access(studio)
+        server.logging.getLogger("loft.access").warning("A wrong token came from nowhere.")
+        said = capsys.readouterr().err
+        assert said.count("A wrong token came from nowhere.") == 1 and "Traceback" not in said
+        path.rmdir() if path.is_dir() else path.unlink()
+    path.write_text("older\n")
+    path.chmod(0o644)
+    server.log_access(studio)
+    server.logging.getLogger("loft.access").warning("one more")
+    assert path.read_text().count("\n") == 2 and path.stat().st_mode & 0o777 == 0o600
+    for handler in server.logging.getLogger("loft.access").handlers:
+        handler.close()
+    studio.engine.stop()
 
 
 def test_no_password_is_on_the_disk(guarded):
@@ -314,6 +339,10 @@ def test_only_names_of_this_machine_are_answered(locked):
         assert send_raw(locked.port, request.encode()).split()[1] in (b"400", b"403")
 
 
+def asked_of(headers: list[tuple[bytes, bytes]]):
+    return asked({"type": "http", "method": "GET", "path": "/config", "scheme": "http", "headers": headers})
+
+
 def test_only_the_studios_own_page_may_ask(locked):
     here = f"127.0.0.1:{locked.port}"
     mine = {"Authorization": f"Bearer {locked.token}", "Host": here}
@@ -339,9 +368,13 @@ def test_only_the_studios_own_page_may_ask(locked):
     for site in ("cross-site", "same-site", "none", "anything"):
         assert post(**kind, Sec_Fetch_Site=site) == 403, site
         assert post(**kind, Sec_Fetch_Site=site, Origin=f"http://{here}") == 403, site
+    twice = asked_of(
+        [(b"host", here.encode()), (b"sec-fetch-site", b"cross-site"), (b"sec-fetch-site", b"same-origin")]
+    )
+    assert from_elsewhere(twice), "one of the two is somebody else's"
     for site in ("cross-site", "same-site"):
-        asked = ask(locked.port, "/config", **mine, Sec_Fetch_Site=site)
-        assert asked.status == 403, "nor is anything read"
+        read = ask(locked.port, "/config", **mine, Sec_Fetch_Site=site)
+        assert read.status == 403, "nor is anything read"
         link = {"Sec_Fetch_Mode": "navigate", "Sec_Fetch_Dest": "document"}
         assert ask(locked.port, "/", **mine, Sec_Fetch_Site=site, **link).status == 200, "a link to the page"
         framed = {"Sec_Fetch_Mode": "navigate", "Sec_Fetch_Dest": "iframe"}
@@ -455,6 +488,9 @@ def test_many_addresses_together_have_one_allowance_and_loopback_its_own():
     assert tried == 40 and throttle.wait("127.0.0.1") == 0
     clock.now += 60
     assert sum(throttle.wait(f"198.51.100.{n}") == 0 for n in range(200)) == 30 - 1
+    here = Throttle(clock)
+    assert sum(here.wait(f"127.{n // 250}.0.{n % 250 + 1}") == 0 for n in range(1000)) == FREE_TRIES, "a program's own"
+    assert here.wait("::1") > 0 and here.wait("::ffff:127.9.9.9") > 0
     one_network = Throttle(clock)
     assert sum(one_network.wait(f"2001:db8::{n:x}") == 0 for n in range(100)) == FREE_TRIES
     for n in range(20_000):

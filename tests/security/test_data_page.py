@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from backend.catalog import library
+from backend.catalog.spec import LoraSpec
 from backend.engine.png import save_png
 from backend.families import FAMILIES
 from backend.host import queue
@@ -291,6 +296,50 @@ def test_files_with_names_in_no_encoding_and_files_that_are_none(page, data):
     began = time.monotonic()
     page.look()
     assert time.monotonic() - began < 20
+
+
+BESIDE = (
+    "loras/a.json",
+    "loras/a.civitai.info",
+    "loras/adapter_config.json",
+    "models/m/model_index.json",
+    "models/m/transformer/config.json",
+    "models/m/transformer/diffusion_pytorch_model.safetensors.index.json",
+)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX")
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_lies_beside_weights_is_read_in_bounded_time_and_memory(data, name):
+    from safetensors.numpy import save_file
+
+    factors = {
+        "transformer_blocks.0.attn.to_q.lora_A.weight": (4, 8),
+        "transformer_blocks.0.attn.to_q.lora_B.weight": (8, 4),
+    }
+    for path in ("loras/a", "loras/b", "models/m/transformer/diffusion_pytorch_model"):
+        put(data.root / "models/m/model_index.json", b'{"transformer": ["diffusers", "QwenImageTransformer2DModel"]}')
+        (data.root / f"{path}.safetensors").parent.mkdir(parents=True, exist_ok=True)
+        save_file({key: np.zeros(shape, "f4") for key, shape in factors.items()}, data.root / f"{path}.safetensors")
+    beside = data.root / name
+    links = [functools.partial(os.symlink, target) for target in ("/dev/zero", "/dev/urandom")]
+    texts = [
+        lambda path, said=said: path.write_bytes(said) for said in (b"[" * 200_000, b'{"trainedWords": 5}', b"\xff")
+    ]
+    for make in (os.mkfifo, os.mkdir, *links, *texts):
+        beside.unlink(missing_ok=True)
+        make(beside)
+        found = []
+        reading = threading.Thread(target=lambda found=found: found.append(_listed(data)), daemon=True)
+        reading.start()
+        reading.join(10)
+        assert found and len(found[0][0]) == 2, "the LoRA is listed all the same"
+        assert all(isinstance(entry, LoraSpec | Trouble) for entry in found[0][0])
+        beside.rmdir() if beside.is_dir() else None
+
+
+def _listed(data: Places) -> tuple:
+    return library.scan_loras([data.loras], FAMILIES), library.scan_models([data.models], FAMILIES)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX")

@@ -239,6 +239,12 @@ def test_names():
     assert name_of("C:\\pictures\\a.png") == name_of("a.png") == name_of(" a.png ") == "a.png"
     assert name_of(".hidden") == "hidden" and name_of("a" * 300) == "a" * 200
     assert name_of("two.dots.png") == "two.dots.png"
+    assert [name_of(name) for name in ("CON", "nul.png", "com1.a.txt", "icon.png")] == [
+        "_CON",
+        "_nul.png",
+        "_com1.a.txt",
+        "icon.png",
+    ]
     for none in (None, "", " ", "..", "\0", "a/.."):
         with pytest.raises(MultiPartException, match="give it a name"):
             name_of(none)
