@@ -11,6 +11,7 @@ from backend.catalog.forms.evidence import together
 from backend.catalog.header import read_header
 from backend.catalog.lora_kind import PICKLES
 from backend.catalog.parts import read_json
+from backend.catalog.repeats import check_same
 from backend.catalog.spec import TensorAt
 from backend.schema.messages import Trouble
 
@@ -104,9 +105,13 @@ def groups(files: list[Path]) -> Iterable[tuple[Path, ...]]:
 
 
 def heap_of(files: Sequence[Path]) -> Heap:
-    tensors, headers = {}, [read_header(path) for path in files]
+    """What `files` hold together. Raises Trouble("repeated") for a name that is in two of them with different values."""
+    tensors, headers = {}, [read_header(path) for path in dict.fromkeys(files)]
     for header in headers:
-        tensors.update(header.tensors)
+        for name, at in header.tensors.items():
+            if name in tensors:
+                check_same(tensors[name], at)
+            tensors.setdefault(name, at)
     return Heap(tuple(files), files[0].parent, tensors, together(header.metadata for header in headers))
 
 

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from backend.catalog.adapter import group
 from backend.catalog.family import NameMap, Part, Signature
 from backend.catalog.forms import Stored, check_complete, understood
 from backend.catalog.forms.evidence import CONFIG
 from backend.catalog.names import own_tensors
+from backend.catalog.prefixes import WORDS
+from backend.catalog.repeats import check_parts, check_same
 from backend.catalog.spec import PartSpec, TensorAt
 from backend.schema import untrusted
 from backend.schema.messages import Trouble
@@ -27,6 +30,15 @@ TORCH_NAMES = {
     "I8": "int8",
     "U8": "uint8",
 }
+ADAPTER_WORDS = (".lora", "lora_", ".hada_", ".lokr_", ".oft_", ".diff")  # of names, to look closer at
+CHANGES = (
+    ("down", "up"),
+    ("hada_w1_a", "hada_w2_a"),
+    ("lokr_w1",),
+    ("lokr_w1_a", "lokr_w1_b"),
+    ("oft",),
+    ("diff",),
+)  # whole ones
 NOT_A_PART = ("control", "model_ema", "lora")  # beginnings under which the names of a part mean something else
 
 
@@ -63,7 +75,23 @@ def find_parts(
                 signature, prefix = match
                 spec = _part_spec(stored, family, part, signature, prefix, folder)
                 found.append(Found(family, signature, prefix, spec))
+    if found and only is None:
+        _check_no_adapter(tensors)
+        check_parts(tensors, [(*one.spec.tensors.values(), *one.spec.scales.values()) for one in found])
     return found
+
+
+def _check_no_adapter(tensors: Mapping[str, TensorAt]) -> None:
+    """Raises Trouble for a model with a LoRA's tensors among its own: without them it is not the model that was saved."""
+    suspects = {key for key in tensors if any(word in key for word in ADAPTER_WORDS)}
+    for roles in group(suspects)[0].values():
+        if any(all(role in roles for role in change) for change in CHANGES):
+            key = next(iter(roles.values()))
+            raise Trouble(
+                "not_supported",
+                f"{tensors[key].file.name} holds a model and a LoRA beside its weights ({key[:160]}), which would be left out.",
+                hint="Take the model and the LoRA as two files.",
+            )
 
 
 def is_like(tensors: Mapping, family: ModuleType, part: str) -> bool:
@@ -76,11 +104,27 @@ def _best_match(tensors: Mapping[str, TensorAt], family: ModuleType, part: str) 
     for signature in family.SIGNATURES:
         if signature.part != part:
             continue
-        for prefix in _prefixes(tensors, signature.must[0].replace("{}", "0")):
-            score = len(signature.must) + len(signature.must_not) + len(signature.shapes)
-            if score > best_score and _fits(tensors, signature, prefix):
-                best, best_score = (signature, prefix), score
+        score = len(signature.must) + len(signature.must_not) + len(signature.shapes)
+        if score <= best_score:
+            continue
+        fitting = [
+            prefix
+            for prefix in _prefixes(tensors, signature.must[0].replace("{}", "0"))
+            if _fits(tensors, signature, prefix)
+        ]
+        if fitting:
+            best, best_score = (signature, _only(fitting, signature.must[0].replace("{}", "0"), tensors, part)), score
     return best
+
+
+def _only(prefixes: list[str], name: str, tensors: Mapping[str, TensorAt], part: str) -> str:
+    """The prefix that is meant, of a denoiser: a usual one, else the only one ("student." beside "teacher." says nothing)."""
+    if part != "dit" or len(prefixes) == 1:
+        return prefixes[0]
+    usual = next((prefix for prefix in prefixes if WORDS.issuperset(prefix.split(".")[:-1])), None)
+    if usual is None:
+        check_same(tensors[prefixes[0] + name], tensors[prefixes[1] + name])
+    return prefixes[0] if usual is None else usual
 
 
 def _prefixes(tensors: Mapping[str, TensorAt], name: str) -> list[str]:

@@ -234,6 +234,12 @@ READ: dict[str, Callable[[], File]] = {
     "a format alone": lambda: scaled("float8_e4m3fn"),
     "a format alone in the header": lambda: _said(scaled(), {"layers": dict.fromkeys(LAYERS, "float8_e4m3fn")}),
     "nested settings": lambda: _marked(rotated(), {**INT8, "params": {"convrot": True, "convrot_groupsize": 16}}),
+    "a header under another name": lambda: _said(
+        rotated(), {"layers": dict.fromkeys(LAYERS, CONVROT)}, "quantization_metadata"
+    ),
+    "a factor under another prefix too": lambda: _named(
+        scaled(FP8), f"net.{LAYERS[0]}.weight_scale", codes(LAYERS[0])[1]
+    ),
     "marked twice alike": lambda: _said(_marked(rotated(), CONVROT), {"layers": dict.fromkeys(LAYERS, CONVROT)}),
     "settings without a meaning for numbers": lambda: scaled(
         {**FP8, "full_precision_matrix_mult": True, "orig_dtype": "torch.bfloat16"}
@@ -415,6 +421,18 @@ REFUSED: dict[str, tuple[Callable[[], File], str]] = {
     "layers a list": (lambda: _said(rotated(), {"layers": [[layer, CONVROT] for layer in LAYERS]}), "no table of layers"),
     "layers nothing": (lambda: _said(rotated(), {"layers": None}), "no table of layers"),
     "header of another version": (lambda: _said(rotated(), {"format_version": "7", "layers": {}}), "version"),
+    "a header that speaks of all layers": (lambda: _said(rotated(), {"layers": {}, "default": CONVROT}), "default"),
+    "a header without layers": (lambda: _said(rotated(), {layer: CONVROT for layer in LAYERS}), "no table of layers"),
+    "a header that names no layers, int8": (lambda: _said(rotated(), {"layers": {}}), "without a marker"),
+    "a layer named twice": (lambda: _said(rotated(), f'{{"layers": {{"{LAYERS[0]}": {json.dumps(INT8)}, "{LAYERS[0]}": {json.dumps(CONVROT)}}}}}'), "marker"),
+    "a header under another name, cut off": (lambda: _said(rotated(), '{"layers": {', "quantization_metadata"), "quantization_metadata"),
+    "one layer of several not named": (lambda: _said(rotated(), {"layers": dict.fromkeys(LAYERS[1:], CONVROT)}), "without a marker"),
+    "one layer of several not marked": (lambda: _marked(rotated(), CONVROT, LAYERS[:2]), "without a marker"),
+    "groups, and not whether rotated": (lambda: _marked(rotated(), {**INT8, "convrot_groupsize": 16}), "whether it is rotated"),
+    "a factor under another prefix that disagrees": (lambda: _named(scaled(FP8), f"net.{LAYERS[0]}.weight_scale", ONE * 3), "twice and differently"),
+    "a marker under another prefix that disagrees": (lambda: _named(_marked(rotated(), INT8), f"net.{LAYERS[0]}.comfy_quant", text(CONVROT)), "twice and differently"),
+    "lengths beside bf16": (lambda: _with(_plain(), weight_g=torch.ones(48, 1)), "weight_g"),
+    "a rotation beside bf16": (lambda: _with(_plain(), weight_rotation=torch.ones(48, 48)), "weight_rotation"),
     "an entry is a list": (lambda: _said(rotated(), {"layers": {key: [CONVROT] for key in LAYERS}}), "list"),
     "an entry is a number": (lambda: _said(rotated(), {"layers": dict.fromkeys(LAYERS, 4)}), "int"),
     "an entry without a format": (lambda: _said(rotated(), {"layers": {key: {"convrot": True} for key in LAYERS}}), "no format"),
@@ -524,7 +542,7 @@ def test_refused(name, tmp_path):
     make, words = REFUSED[name]
     with pytest.raises(Trouble, match=words) as caught:
         identify_model(make().save(tmp_path), FAMILIES)
-    assert caught.value.kind == "not_supported" and "damaged" not in caught.value.message
+    assert caught.value.kind in ("not_supported", "repeated") and "damaged" not in caught.value.message
     assert caught.value.message.startswith("model.safetensors") and len(caught.value.message) < 400
 
 

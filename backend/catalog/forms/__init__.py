@@ -40,8 +40,9 @@ MARKED = (
     "mxfp8",
     "nvfp4",
 )  # forms that ComfyUI's markers name
-SUSPECT = re.compile(  # of a role beside a matrix: what only quantized weights have
-    r"(?:.*[._])?(?:w?scales?\w*|w?zeros?\w*|absmax|quant\w*|codebook\w*|smooth\w*|qdata|offset|scb|g_idx|perm\w*|lut)",
+SUSPECT = re.compile(  # of a role beside a matrix: what only weights have that are made of several tensors
+    r"(?:.*[._])?(?:w?scales?\w*|w?zeros?\w*|absmax|quant\w*|codebook\w*|smooth\w*|qdata|offset|scb|g_idx|perm\w*|lut|shift|had\w*"
+    r"|rotat\w*|svd_?\w+|proj_(?:down|up)|lora_\w+|weight_(?:g|v|u|bias|shape|orig|mask))",
     re.IGNORECASE,
 )
 INNOCENT = ("weight", "bias", "embed_scale")
@@ -108,6 +109,8 @@ def _decide(layer: Layer) -> Decision:
         stray = stray or ("" if scaled else about.stray_factor)
         if stray:
             raise refusal(layer, f"{_codes(layer)}, while {stray} belongs to no weight that is there")
+    if layer.about.marked_int8 and not layer.entry and layer.weight is not None and layer.weight.dtype == "I8":
+        raise refusal(layer, "I8 without a marker, while others have one, which says whether they are rotated")
     _check_scaled(layer, decision)
     return decision
 

@@ -12,12 +12,18 @@ from collections.abc import Iterable, Mapping
 from backend.catalog.forms import values
 from backend.catalog.forms.layer import ACTIVATIONS, MARKERS, SCALES, Evidence, Layer
 from backend.catalog.header import is_far
-from backend.catalog.prefixes import Modules, unwrapped
+from backend.catalog.prefixes import Modules, bare, unwrapped
+from backend.catalog.repeats import check_same
 from backend.catalog.spec import TensorAt
+from backend.schema.messages import Trouble
 
 LAYERS = "_quantization_metadata"
 CONFIG = "quantization_config"
 VERSIONS = ("1.0", "1", 1, 1.0, None)
+TOLD = (  # beside the layers: nothing that a weight would be read by
+    "format_version", "layers", "version", "producer", "tool", "software", "created_by", "author", "date", "name", "model", "source", "description", "comment",
+)  # fmt: skip
+TWICE = ["said twice"]  # no entry that could be understood
 PRIMARY = ("weight", "weight._data", "weight._data._data", "_weight_qdata", "qweight", "weight_packed", "W_q")
 JOINED = re.compile(r"(?P<module>.+)_(?P<role>scale\w*|zero\w*|absmax|quant\w*|scb)", re.IGNORECASE)
 # roles that only a quantized weight has beside it; whose weight is elsewhere looks for it under other prefixes
@@ -34,10 +40,19 @@ COMPANIONS = (
 
 
 def together(headers: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """The metadata of several files as one: what each says of its layers is kept, and so is what is broken in one of them."""
+    """The metadata of several files as one: what each says of its layers is kept, and so is what is broken in one of them.
+
+    Raises Trouble("repeated") where two say different things of all weights, or of one."""
     merged: dict[str, str] = {}
     layered: list[str] = []
     for metadata in headers:
+        for key, text in metadata.items():
+            if (key == CONFIG or key.endswith(".weight")) and merged.get(key, text) != text:
+                raise Trouble(
+                    "repeated",
+                    f"Files that were named together say {key[:160]} twice and differently in their headers.",
+                    hint="Name only the files that belong together.",
+                )
         merged.update(metadata)
         if metadata.get(LAYERS) and metadata[LAYERS] not in layered:
             layered.append(metadata[LAYERS])
@@ -48,7 +63,8 @@ def together(headers: Iterable[Mapping[str, str]]) -> dict[str, str]:
             if broken:
                 merged[LAYERS] = text
                 break
-            entries |= said
+            for name, entry in said.items():
+                entries[name] = entry if entries.get(name, entry) == entry else TWICE
         else:
             merged[LAYERS] = json.dumps({"layers": entries})
     return merged
@@ -66,7 +82,7 @@ def gather(
     weighted = {name for name, roles in modules.items() if any(role in roles for role in PRIMARY)}
     index = Modules(weighted)
     stray_marker, stray_factor = _home_strays(modules, weighted, index)
-    entries, broken = _layers_of(metadata.get(LAYERS))
+    entries, broken = _said_of_layers(metadata)
     by_module: dict[str, dict] = {}
     for said, entry in entries.items():
         meant = index.meant(said)
@@ -74,13 +90,20 @@ def gather(
         for name in meant:
             by_module.setdefault(name, {"entries": []})["entries"].append(entry)
     config, unread = _config(metadata, settings)
-    about = Evidence(_method(config), config, broken or unread, stray_marker, stray_factor, bool(entries))
+    said_of = {
+        name: _entry(modules[name], by_module.get(name, {"entries": []})["entries"])
+        for name in modules
+        if name in weighted
+    }
+    marked = LAYERS in metadata or any(
+        entry and "weight" in modules[name] and modules[name]["weight"].dtype == "I8" for name, entry in said_of.items()
+    )
+    about = Evidence(_method(config), config, broken or unread, stray_marker, stray_factor, bool(entries), marked)
     torchao = _torchao(metadata, index)
     layers = []
     for name in modules:
         if name in weighted:
-            roles = modules[name]
-            entry = _entry(roles, by_module.get(name, {"entries": []})["entries"])
+            roles, entry = modules[name], said_of[name]
             layers.append(Layer(name, roles, entry, torchao.get(name, {}), _covering(name, scaled, weighted), about))
         else:
             others.update({f"{name}.{role}" if name else role: at for role, at in modules[name].items()})
@@ -98,7 +121,10 @@ def _by_module(tensors: Mapping[str, TensorAt]) -> tuple[dict[str, dict], dict[s
         if role == "scaled_fp8":
             scaled[f"{module}." if module else ""] = at
             continue
-        modules.setdefault(module, {})[role] = at
+        roles = modules.setdefault(module, {})
+        if role in roles:  # with a wrapper and without
+            check_same(roles[role], at)
+        roles.setdefault(role, at)
     for name in [name for name in modules if name]:
         for role in list(modules[name]):
             match = JOINED.fullmatch(role)
@@ -115,9 +141,11 @@ def _home_strays(modules: dict, weighted: set[str], index: Modules) -> tuple[str
     for name in [name for name in modules if name not in weighted]:
         roles = modules[name]
         for role in [role for role in roles if role in COMPANIONS]:
-            meant = [one for one in index.meant(name) if role not in modules[one]]
+            meant = index.meant(name)
             for one in meant:
-                modules[one][role] = roles[role]
+                if role in modules[one] and not values.are_equal(modules[one][role], roles[role]):
+                    check_same(modules[one][role], roles[role])
+                modules[one].setdefault(role, roles[role])
             if meant:
                 del roles[role]
             elif role in MARKERS:
@@ -127,20 +155,48 @@ def _home_strays(modules: dict, weighted: set[str], index: Modules) -> tuple[str
     return marker, factor
 
 
+def _said_of_layers(metadata: Mapping[str, str]) -> tuple[dict[str, object], str]:
+    """`_layers_of` the header's entry, under whatever spelling; another entry about quantization that holds a table is not understood."""
+    entries, broken = _layers_of(metadata.get(LAYERS))
+    for key, text in metadata.items():
+        plain = bare(key.strip()).strip("_").lower()
+        table = text.lstrip().startswith(("{", "[")) and '"_type"' not in text  # not torchao's of a weight
+        if "quant" not in plain or key in (LAYERS, CONFIG) or not table:
+            continue
+        said, why = _layers_of(text)
+        if why or any(entries.get(name, entry) != entry for name, entry in said.items()):
+            return entries, f"the header's {key[:60]} is not understood"
+        entries = {**entries, **said}
+    return entries, broken
+
+
 def _layers_of(text: str | None) -> tuple[dict[str, object], str]:
     """(module -> entry, why it cannot be understood) of `_quantization_metadata`."""
     if text is None:
         return {}, ""
     try:
-        said = json.loads(text)
+        said = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError):
         return {}, f"the header's {LAYERS} is cut off or no JSON"
-    layers = said.get("layers", {}) if isinstance(said, dict) else None
+    layers = said.get("layers") if isinstance(said, dict) else None
     if not isinstance(layers, dict):
         return {}, f"the header's {LAYERS} has no table of layers"
+    unknown = next((key for key in said if key not in TOLD), None)
+    if unknown is not None:
+        return {}, f"the header's {LAYERS} says {str(unknown)[:60]!r} of all layers, which is not understood"
     if said.get("format_version") not in VERSIONS:
         return {}, f"the header's {LAYERS} has the unknown version {str(said.get('format_version'))[:40]}"
     return {str(name): entry for name, entry in layers.items()}, ""
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict:
+    """A JSON table; a key that stands in it twice with two values has none that could be read."""
+    found: dict = {}
+    for key, value in pairs:
+        if key in found and found[key] != value:
+            value = TWICE
+        found[key] = value
+    return found
 
 
 def _entry(roles: Mapping[str, TensorAt], from_header: list) -> dict:

@@ -105,6 +105,8 @@ def _check_marker(layer: Layer) -> None:
     for key, value in layer.entry.items():
         if key not in SAID and key != "convrot_groupsize" and value not in (None, False, "", 0):
             raise refusal(layer, f"{form} with {key} = {str(value)[:60]}, which is not understood")
+    if layer.entry.get("convrot_groupsize") and "convrot" not in layer.entry:
+        raise refusal(layer, f"{form} with a convrot_groupsize, and it does not say whether it is rotated")
     said = layer.entry.get("orig_shape")
     if said is not None and list(at.shape) != said:
         raise refusal(layer, f"{form} of the shape {str(said)[:60]}, but it is stored as {list(at.shape)}")

@@ -33,6 +33,7 @@ class Evidence:
     stray_marker: str = ""  # a marker that belongs to no weight
     stray_factor: str = ""  # a factor that belongs to no weight
     layerwise: bool = False  # the header names formats of layers
+    marked_int8: bool = False  # INT8 weights have markers, which alone say whether one is rotated
 
 
 @dataclass(frozen=True)
