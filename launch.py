@@ -39,6 +39,7 @@ from backend.schema.messages import Trouble
 from backend.schema.places import Places
 
 ROOT = Path(__file__).resolve().parent
+MOST_TEST_PROCESSES = 4  # each has torch in memory
 PORTS_TRIED = 100
 GRACE_SECONDS = 45.0  # for runs that save at Ctrl-C, and for the worker
 HURRIED_SECONDS = 10.0
@@ -76,11 +77,17 @@ def flags(argv: list[str]) -> argparse.Namespace:
 
 
 def run_tests(python: str, arguments: list[str]) -> int:
-    """ruff, then pytest even where ruff found something; the first exit code that is not 0."""
+    """ruff, then pytest even where ruff found something; the first exit code that is not 0. Without arguments pytest runs twice: by
+    several processes all but the browser's tests, which then have the machine for themselves."""
+    processors = os.cpu_count() or 1
+    several = str(min(processors, MOST_TEST_PROCESSES))
+    env = isolated(os.environ, data=ROOT)
+    whole = [["pytest", "-n", several, "-m", "not browser"], ["pytest", "-m", "browser"]]
     codes = []
-    for words in (["ruff", "check", "."], ["pytest", *arguments]):
+    for words in (["ruff", "check", "."], *([["pytest", *arguments]] if arguments else whole)):
         print("$ python -m", *words, flush=True)
-        child = subprocess.run([python, *SAFE, "-m", *words], cwd=ROOT, env=isolated(os.environ, data=ROOT))
+        threads = {"OMP_NUM_THREADS": str(max(1, processors // int(several)))} if "-n" in words else {}
+        child = subprocess.run([python, *SAFE, "-m", *words], cwd=ROOT, env={**threads, **env})
         codes.append(child.returncode)
     return next((code for code in codes if code), 0)
 

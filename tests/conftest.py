@@ -81,12 +81,21 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Ends what tests have left running; that any was left fails the session."""
     left = [process for process in psutil.process_iter() if _is_ours(process)]
     _, left = psutil.wait_procs(left, timeout=3)
-    session.config.stash[_left] = [_described(process) for process in left]
+    found = session.config.stash.setdefault(_left, [])
+    found += [_described(process) for process in left]
     for process in left:
         process.kill()
     shutil.rmtree(_data, ignore_errors=True)
-    if left and exitstatus == 0:
+    if hasattr(session.config, "workeroutput"):  # one of several processes: the one that reports is told
+        session.config.workeroutput["left"] = found
+    if found and exitstatus == 0:
         session.exitstatus = 1
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error) -> None:
+    """What one of several test processes has found left running (pytest-xdist)."""
+    node.config.stash.setdefault(_left, []).extend(getattr(node, "workeroutput", {}).get("left", []))
 
 
 def _is_ours(process: psutil.Process) -> bool:
