@@ -10,6 +10,8 @@ from backend.catalog.spec import ModelSpec
 from backend.schema.messages import Trouble
 from backend.schema.untrusted import read_object_or_empty
 
+TOKENIZERS = ("tokenizer", "processor")  # folders of a model, in which its tokenizer can lie
+
 
 def completed(spec: ModelSpec, family: ModuleType) -> ModelSpec:
     """`spec` with tokenizer and schedule from the folder its parts lie in, for parts that were given one by one."""

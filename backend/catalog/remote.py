@@ -2,7 +2,8 @@
 
     python -m backend.catalog.remote Qwen/Qwen-Image
 
-A few hundred kilobytes instead of forty gigabytes. What was read is kept in the cache folder as a model's folder whose weight files end with
+A few hundred kilobytes instead of forty gigabytes, and the tokenizer (some megabytes) where prompts are counted by it, so that a name is planned
+as its folder is. What was read is kept in the cache folder as a model's folder whose weight files end with
 their headers, beside a list of their true lengths, and serves for a month. Offline nothing is asked.
 """
 
@@ -20,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
-from backend.catalog import download, hubs
+from backend.catalog import beside, download, hubs, words
 from backend.catalog.header import LARGEST_HEADER_BYTES, as_long_as
 from backend.catalog.heaps import SHARD
 from backend.catalog.identify import identify_model
@@ -30,6 +31,7 @@ from backend.schema.messages import Trouble, trouble_from_values
 from backend.schema.places import Places, places
 from backend.schema.untrusted import read_object
 
+LARGEST_TOKENIZER_BYTES = 2**25
 FIRST_BYTES = 2**15  # most headers of shards are shorter
 KEPT_SECONDS = 30 * 86400.0
 TRIED_SECONDS = 600.0  # before a name that gave nothing is asked for again
@@ -72,8 +74,10 @@ def look(
     source = download._source(source)
     home = _home(model_id, source, here)
     try:
-        lengths = _bring(model_id, source, home, tuple(families))
+        lengths, listed = _bring(model_id, source, home, tuple(families))
         spec = _identified(home, lengths, families)
+        if spec.family == words.FAMILY and _bring_tokenizer(model_id, source, home, listed):
+            spec = _identified(home, lengths, families)
     except Trouble as trouble:
         _keep(home, {"time": time.time(), "trouble": trouble.to_values()})
         raise
@@ -119,8 +123,10 @@ def _identified(home: Path, lengths: dict[str, int], families: Iterable[ModuleTy
 _KEPT: dict[Path, tuple[int, ModelSpec]] = {}  # thousands of tensors are parsed once, not at every keystroke
 
 
-def _bring(model_id: str, source: str, home: Path, families: tuple[ModuleType, ...]) -> dict[str, int]:
-    """Reads headers and small files into `home`; returns the true lengths of the weight files."""
+def _bring(
+    model_id: str, source: str, home: Path, families: tuple[ModuleType, ...]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Reads headers and small files into `home`; returns the true lengths of the weight files, and of all files."""
     listing, read = hubs.CLIENTS[source][0], hubs.READERS[source]
     try:
         sizes = {name: size for name, size in listing(model_id).items() if download._is_safe(name)}
@@ -142,7 +148,28 @@ def _bring(model_id: str, source: str, home: Path, families: tuple[ModuleType, .
         raise download._failed(model_id, source, error) from None
     shutil.rmtree(home, ignore_errors=True)
     making.replace(home)
-    return {name: sizes[name] for name in weights}
+    return {name: sizes[name] for name in weights}, sizes
+
+
+def _bring_tokenizer(model_id: str, source: str, home: Path, sizes: dict[str, int]) -> bool:
+    """Reads the files that `tokens` counts by into `home`, all or none; whether there are any. A model is sized without them too."""
+    for inside in beside.TOKENIZERS:
+        older = [f"{inside}/{name}" for name in ("vocab.json", "merges.txt")]
+        whole = [name for name in (f"{inside}/tokenizer.json",) if name in sizes] or older
+        if not all(name in sizes for name in whole):
+            continue
+        wanted = [*whole, *(name for name in (f"{inside}/tokenizer_config.json",) if name in sizes)]
+        if any(sizes[name] > LARGEST_TOKENIZER_BYTES for name in wanted):
+            return False
+        try:
+            found = {name: hubs.READERS[source](model_id, name, 0, sizes[name]) for name in wanted}
+        except Exception:  # whatever a hub's client raises: prompts are guessed from their length then, as before
+            return False
+        for name, data in found.items():
+            (home / name).parent.mkdir(parents=True, exist_ok=True)
+            (home / name).write_bytes(data)
+        return True
+    return False
 
 
 def _wanted(sizes: dict[str, int], families: tuple[ModuleType, ...]) -> tuple[list[str], list[str]]:

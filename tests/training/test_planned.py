@@ -13,12 +13,13 @@ from backend.catalog.plan import plan, plan_here
 from backend.catalog.sizes import sizes_of
 from backend.catalog.speed import what_if
 from backend.engine import memory
-from backend.families import FAMILIES
+from backend.families import FAMILIES, qwen_image
 from backend.schema.knobs import from_values
 from backend.schema.messages import Trouble
 from backend.schema.places import ASSETS
 from backend.schema.training import TrainingConfig
 from backend.schema.vram import GIB
+from backend.training.ahead import look_ahead
 from backend.training.measured import predicted_bytes
 from backend.training.peaks import Largest
 from backend.training.planned import card_of
@@ -27,11 +28,13 @@ pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")
 
 
-def test_a_run_takes_the_plan_s_settings(run_training, events, data, tmp_path: Path):
+def test_a_run_takes_the_plan_s_settings(run_training, events, data, pictures, tmp_path: Path):
     spec = identify_model(ASSETS / "starter", FAMILIES)
-    flags = ("--max_steps", 1, "--no-data_cache", "--vram")
-    config = from_values(TrainingConfig, {"max_pixels": 4096, "lora_rank": 4})
-    large = plan_here(spec, card_of("8", CPU), config, None, user=data.user)
+    flags = ("--max_steps", 1, "--no-data_cache", "--batch_size", 4, "--vram")
+    said = {"max_pixels": 4096, "lora_rank": 4, "batch_size": 4, "dataset_base_path": str(pictures)}
+    config = from_values(TrainingConfig, said)
+    known = look_ahead(config, sizes_of(spec), qwen_image).known  # the captions are short
+    large = plan_here(spec, card_of("8", CPU), config, None, user=data.user, known=known)
     assert not any(large.settings.values())
     amount = large.peak_live_bytes * 0.9 / GIB
     assert run_training(tmp_path / "run", *flags, f"{amount:.6f}", model=ASSETS / "starter") == 0
