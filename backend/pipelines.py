@@ -12,10 +12,11 @@ pipe("a red apple", seed=0).save("image.png")
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
 import torch
 from PIL import Image
@@ -26,6 +27,7 @@ from backend.engine import api_values, diffsynth_words, faster, memory
 from backend.engine.model_config import ModelConfig, check_one, identify, tell_idle_limit
 from backend.engine.pipeline import Pipeline
 from backend.engine.preview import Step
+from backend.engine.state_files import load_state_dict as load_state_dict
 from backend.schema.knobs import from_values
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest, LoraReceipt
@@ -36,10 +38,11 @@ class ImagePipeline:
     `tokenizer`, `processor`), None where they were not given. Called on this class itself, `from_pretrained` finds the family from the files."""
 
     family: ModuleType
+    usual: Mapping[str, object] = MappingProxyType({})  # defaults of a call that differ from the page's
 
     def __init__(self, pipeline: Pipeline):
         self.pipeline = pipeline
-        self.defaults = beside.request_defaults(pipeline.spec, self.family)
+        self.defaults = beside.request_defaults(pipeline.spec, self.family, usual=self.usual)
         self.compile = False  # the transformer's repeated block, from the next picture on
 
     @classmethod
@@ -127,7 +130,8 @@ class ImagePipeline:
         progress_bar_cmd=None,
         **others,
     ) -> Image.Image:
-        """One picture. What is None is the model's own default (for a seed: a random one).
+        """One picture. What is None is the model's own default (for a seed: a random one). A width or height that the model cannot have is
+        rounded up to the next one that it can, with a note.
 
         `edit_image`: the picture that a Qwen-Image-Edit works from, from Edit-2509 on one or several; size and proportions are the (last)
         picture's, at about a million pixels, where `height` and `width` are None. `rand_device`: where noise is drawn; on the CPU a seed means the same picture on every device. `tile_size` and `tile_stride` are latent
@@ -153,6 +157,7 @@ class ImagePipeline:
             **self._size_of(edited),
             **{name: value for name, value in asked.items() if value is not None},
         }
+        rounded = api_values.round_up(values, multiple=self.family.SIZES.multiple)
         values |= {
             "prompt": prompt,
             "negative_prompt": negative_prompt,
@@ -165,6 +170,9 @@ class ImagePipeline:
         }
         request = from_values(GenerationRequest, values)
         self.pipeline.notes.clear()
+        for note in rounded:
+            self.pipeline.notes.append(note)
+            warnings.warn(note, stacklevel=2)
         source = api_values.picture_of(input_image) if isinstance(input_image, Image.Image) else None
         tiles = diffsynth_words.tiles(tile_size, tile_stride) if tiled and (tile_size or tile_stride) else tiled
         noise = None if str(rand_device) == "cpu" else self._noise(request, rand_device)
@@ -266,6 +274,7 @@ class QwenImagePipeline(ImagePipeline):
     """Qwen-Image and models of its architecture."""
 
     family = families.by_name("qwen_image")
+    usual = MappingProxyType({"num_inference_steps": 30})  # as a script for DiffSynth-Studio that names none means
 
 
 class FluxImagePipeline(ImagePipeline):

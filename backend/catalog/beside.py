@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -61,15 +62,18 @@ def root_of(spec: ModelSpec, family: ModuleType) -> Path | None:
     return None
 
 
-def request_defaults(spec: ModelSpec, family: ModuleType) -> dict[str, object]:
-    """Fields of `GenerationRequest` that this model wants by default: the family's, and over them `_defaults` of its model_index.json."""
+def request_defaults(
+    spec: ModelSpec, family: ModuleType, *, usual: Mapping[str, object] | None = None
+) -> dict[str, object]:
+    """Fields of `GenerationRequest` that this model wants by default: the family's, over them `usual`, and over both `_defaults` of its
+    model_index.json."""
     said = _said(spec, family, "_defaults")
     known = (
         {name: value for name, value in said.items() if isinstance(value, int | float)}
         if isinstance(said, dict)
         else {}
     )
-    return {**family.DEFAULTS.request, **known}
+    return {**family.DEFAULTS.request, **(usual or {}), **known}
 
 
 def check_size(spec: ModelSpec, family: ModuleType, *, width: int, height: int) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from backend.catalog.hubs import CLIENTS, MARKS
 from backend.schema.knobs import from_file_text
 from backend.schema.messages import Trouble
-from backend.schema.places import ASSETS, Places, places
+from backend.schema.places import ASSETS, PROJECT, Places, places
 from backend.schema.preferences import Preferences
 from backend.schema.untrusted import read_bytes
 
@@ -44,11 +44,9 @@ def resolve(
 ) -> list[Path]:
     """Files of `model_id` that match `pattern`, or for a pattern that ends in "/" (or is empty) the folder itself.
 
-    Looked for in the models folder, in `folders`, in the shipped assets; what is missing is downloaded. Raises Trouble
-    ("missing_model" offline or where no source has it, "download_failed", "disk_full", "bad_value").
+    Looked for in every place of `local_roots`; what lies in none of them is downloaded into the first. Raises Trouble ("missing_model" offline or where no source has it, "download_failed", "disk_full", "bad_value").
     """
     _check_words(model_id, pattern)
-    here = here or places()
     for root in local_roots(model_id, folders=folders, here=here):
         found = complete_matches(root, pattern)
         if found:
@@ -57,10 +55,10 @@ def resolve(
     if is_offline() if offline is None else offline:
         raise Trouble(
             "missing_model",
-            f"{wanted} is not in {here.models}, and downloads are switched off.",
-            hint=f"Put it into {here.models / model_id}, or allow downloads.",
+            f"{wanted} is not in {' or '.join(map(str, model_folders(here)))}, and downloads are switched off.",
+            hint=f"Put it into {model_folders(here)[0] / model_id}, or allow downloads.",
         )
-    root = here.models / model_id
+    root = model_folders(here)[0] / model_id
     download(model_id, pattern, root, source=source, on_bytes=on_bytes)
     found = complete_matches(root, pattern)
     if not found:
@@ -83,7 +81,7 @@ def find_model(name: str, *, folders: Iterable[Path] = (), here: Places | None =
     raise Trouble(
         "missing_model",
         f"There is no model {name!r} on this machine.",
-        hint=f"Put it into {(here or places()).models}, or fetch it: python -m backend.catalog.download {name}"
+        hint=f"Put it into {model_folders(here)[0]}, or fetch it: python -m backend.catalog.download {name}"
         if _ID.fullmatch(name)
         else "Choose another model.",
     )
@@ -95,9 +93,24 @@ def _is_inner(name: str) -> bool:
     return bool(path.parts) and not path.is_absolute() and not path.drive and ".." not in path.parts
 
 
+def model_folders(here: Places | None = None) -> list[Path]:
+    """The folders that models are looked for in by name, first to last; downloads go into the first.
+
+    That of `here`, or of LOFT_DATA or DIFFSYNTH_MODEL_BASE_PATH; `models` of the working folder, if it is there; Loft's own.
+    """
+    said = here is not None or os.environ.get("LOFT_DATA") or os.environ.get("DIFFSYNTH_MODEL_BASE_PATH")
+    working = Path.cwd() / "models"
+    found = [
+        *([(here or places()).models] if said else []),
+        *([working] if working.is_dir() else []),
+        PROJECT / "models",
+    ]
+    return list(dict.fromkeys(folder.absolute() for folder in found))
+
+
 def local_roots(model_id: str, *, folders: Iterable[Path] = (), here: Places | None = None) -> list[Path]:
     """Where the folder of `model_id` may lie, in the order in which they are asked."""
-    roots = [Path(folder) / model_id for folder in ((here or places()).models, *folders)]
+    roots = [Path(folder) / model_id for folder in (*model_folders(here), *folders)]
     owner, _, name = model_id.partition("/")
     return [*roots, ASSETS / name] if owner == "loft" else roots
 

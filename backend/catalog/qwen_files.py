@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from backend.catalog.family import LoraSign, Rule, Signature
+from backend.schema.messages import Trouble
 
 LAYERED, EDIT_2511 = "time_text_embed.addition_t_embedding.weight", "__index_timestep_zero__"
 _DIT = (
@@ -188,12 +189,20 @@ def _dit_sizes(shapes: dict) -> dict:
 def _text_sizes(shapes: dict) -> dict:
     vocabulary, width = shapes["embed_tokens.weight"]
     head = 128 if width % 128 == 0 else 64
+    rows = [shapes[f"layers.0.self_attn.{name}_proj.weight"][0] for name in "qk"]
+    if any(count < head or count % head for count in rows):
+        raise Trouble(
+            "not_supported",
+            f"A text encoder of width {width} has {rows[0]} and {rows[1]} rows of attention, which are no whole number of heads of {head}, "
+            "and nothing beside its file says how many it has.",
+            hint="Put the config.json of the text encoder that it was trained from beside the file.",
+        )
     return {
         "hidden_size": width,
         "intermediate_size": shapes["layers.0.mlp.gate_proj.weight"][0],
         "num_hidden_layers": _count(shapes, "layers."),
-        "num_attention_heads": shapes["layers.0.self_attn.q_proj.weight"][0] // head,
-        "num_key_value_heads": shapes["layers.0.self_attn.k_proj.weight"][0] // head,
+        "num_attention_heads": rows[0] // head,
+        "num_key_value_heads": rows[1] // head,
         "vocab_size": vocabulary,
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [16, 24, 24]},

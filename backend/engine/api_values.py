@@ -90,6 +90,18 @@ def check_call(
             )
 
 
+def round_up(values: dict[str, object], *, multiple: int) -> list[str]:
+    """Makes width and height in `values` multiples of `multiple` (and of the 16 that every request has), upwards; a sentence for each that
+    was none. What is no positive whole number stays, to be refused by name."""
+    step, said = math.lcm(multiple, 16), []
+    for name in ("width", "height"):
+        value = values.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0 and value % step:
+            values[name] = -(-value // step) * step
+            said.append(f"{name} {value} is no multiple of {step} and was rounded up to {values[name]}.")
+    return said
+
+
 @contextlib.contextmanager
 def shortage_in_words(doing: str, device: object) -> Iterator[None]:
     """Raises Trouble in place of what says that memory ran out, and lets go of what that held."""

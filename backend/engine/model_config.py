@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -42,12 +42,18 @@ class ModelConfig:
     preparing_dtype: torch.dtype | str | None = None
     computation_device: str | torch.device | None = None
     computation_dtype: torch.dtype | str | None = None
+    clear_parameters: bool = False  # these three are DiffSynth-Studio's, and taken at the value that asks for nothing
+    state_dict: Mapping[str, torch.Tensor] | None = None
+    quantize: object = None
 
     def __new__(cls, *given, **named):
         """Raises Trouble for a word that is no setting, before Python does in words of its own."""
         own = cls.__dataclass_fields__
         diffsynth_words.refuse(
-            {name: value for name, value in named.items() if name not in own}, {}, own, what="ModelConfig"
+            {name: value for name, value in named.items() if name not in own},
+            {},
+            own,
+            what="ModelConfig",
         )
         if len(given) > len(own):
             raise Trouble(
@@ -56,6 +62,8 @@ class ModelConfig:
         return super().__new__(cls)
 
     def __post_init__(self):
+        words = {name: getattr(self, name) for name in diffsynth_words.CONFIG}
+        diffsynth_words.refuse(words, diffsynth_words.CONFIG, (), what="ModelConfig")
         _check_texts("path", self.path, Path)
         _check_texts("origin_file_pattern", self.origin_file_pattern)
         for name in ("model_id", "download_source", "local_model_path"):

@@ -104,6 +104,7 @@ class Pipeline:
             placed.place(self, name, module, tell)
         else:
             module = load.load_part(part, dtype=self.dtype, device=self.device, on_bytes=tell)
+            module.vram_management_enabled = False
             finite.check(part, module)
         try:
             if multiplies:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from backend.schema.messages import Trouble
 from backend.schema.vram import VramConfig
 
 
@@ -36,6 +37,17 @@ def place(pipeline, name: str, module: torch.nn.Module, tell: Callable[[int, int
             found.close()
             raise
     pipeline.placements[name] = found
+    module.vram_management_enabled = True  # as scripts for DiffSynth-Studio ask
+    module.load_state_dict = _refuse_state
+
+
+def _refuse_state(*_, **__):
+    """Raises Trouble: what was assigned would be read from the file again when the weights move."""
+    raise Trouble(
+        "not_supported",
+        "load_state_dict cannot change this part, whose weights are moved between devices and read from their files.",
+        hint="Give the file when the part is loaded: ModelConfig(path=...); or load without vram_limit and the eight fields of placement.",
+    )
 
 
 def rearrange(pipeline, name: str, config: VramConfig, resident: tuple[int, ...] | None) -> None:

@@ -119,7 +119,7 @@ def check_states(states: States) -> None:
     if is_float8(computing.dtype):
         raise _refused(
             f"computation_dtype is {str(computing.dtype).removeprefix('torch.')}, but layers do not compute in 8-bit floats.",
-            "Store in FP8 (preparing_dtype, onload_dtype) and compute in bfloat16.",
+            "Store in FP8 (preparing_dtype, onload_dtype) and compute in bfloat16. Products in FP8 are from_pretrained(fp8_products=True).",
         )
     ordered = [(level, getattr(states, level)) for level in LEVELS]
     for level, state in ordered:
