@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -31,7 +33,7 @@ def main(argv: list[str]) -> int:
             Reporter(Path(argv[0])).trouble(trouble)
         else:
             print(str(trouble), file=sys.stderr)
-        return 2
+        return _leave(2, str(trouble))
     return run_in(config, folder, by_flags=not _names_folder(argv), argv=argv)
 
 
@@ -96,7 +98,7 @@ def run_in(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[s
             aside = _claim(config, folder, by_flags=by_flags, argv=argv)
         except Trouble as trouble:  # the folder cannot be written or its events are another run's: nothing is put there
             print(str(trouble), file=sys.stderr, flush=True)
-            return _leave(2)
+            return _leave(2, str(trouble))
     reporter = Reporter(folder, silent=rank != 0, table=config.output.enable_csv_log)
     if aside:
         reporter.note(told(aside))
@@ -105,19 +107,21 @@ def run_in(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[s
     except Trouble as trouble:
         reporter.trouble(trouble)
         put_back(aside, unless=made_something(folder))
-        return _leave(2)
+        return _leave(2, str(trouble))
     except Exception as error:
         traceback.print_exc()
         if _is_out_of_memory(error):
             from backend.training import ladder
 
             ladder.go_lower(config, argv, reporter)
-            reporter.trouble(ladder.out_of_memory(config, reporter.now))
-            return _leave(2)
+            trouble = ladder.out_of_memory(config, reporter.now)
+            reporter.trouble(trouble)
+            return _leave(2, str(trouble))
         what = f"{type(error).__name__}: {error}"
-        reporter.trouble(Trouble("fault", f"The run ended by a fault: {what[:500]}.", detail=traceback.format_exc()))
+        said = f"The run ended by a fault: {what[:500]}."
+        reporter.trouble(Trouble("fault", said, detail=traceback.format_exc()))
         put_back(aside, unless=made_something(folder))
-        return _leave(1)
+        return _leave(1, said)
     reporter.say({"complete": "Complete.", "stopped": "Stopped; everything is saved."}[reason])
     return 0
 
@@ -128,13 +132,24 @@ def _is_out_of_memory(error: Exception) -> bool:
     return shortage.is_one(error)
 
 
-def _leave(status: int) -> int:
+def _leave(status: int, sentence: str) -> int:
     """Ends a failed process of several at once: the others wait for it in a collective call and are ended by the launcher."""
+    _tell_launcher(sentence)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+def _tell_launcher(sentence: str) -> None:
+    """Writes what ended this process where torch's launcher looks for it: its report closes with that sentence (torch's notes on errors of
+    `torch.distributed.elastic`)."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        message = {"message": sentence, "extraInfo": {"py_callstack": sentence, "timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):  # its report is then without it
+            Path(file).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
 def _claim(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[str]) -> dict[Path, Path]:
@@ -236,11 +251,11 @@ def _train(config: TrainingConfig, folder: Path, reporter) -> str:
     from backend.training.setup import set_up
 
     _set_deterministic(config.training.deterministic)
-    spread = shards.take_over()
+    config, spread = shards.take_over(config)
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available()  # said outright, for several processes on a CPU find each other only so
         or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"),
-        mixed_precision="no" if spread else config.training.mixed_precision,
+        mixed_precision="no" if shards.asked() else config.training.mixed_precision,
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=config.training.find_unused_parameters)],
     )
     assert accelerator.num_processes == int(os.environ.get("WORLD_SIZE", "1")), (

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from accelerate.utils import DistributedType
 
 from backend.catalog.refused import check_training, lora_part, trained_parts
 from backend.catalog.sizes import sizes_of
@@ -141,7 +142,8 @@ def set_up(
     weights = named_trainable(learner)
     beside = Beside(weights) if config.memory.enable_optimizer_cpu_offload else None
     optimizers = make_optimizers(beside.copies if beside else weights, config.training)
-    if accelerator.num_processes > 1 and not shards.asked():
+    # A launcher that starts one process has it wrapped for several all the same.
+    if accelerator.distributed_type != DistributedType.NO and not shards.asked():
         learner._ddp_params_and_buffers_to_ignore = _without_gradient(learner, source, config, accelerator)
     placing = [False] * (1 + len(optimizers))  # all are where they belong
     if shards.asked():

@@ -1,14 +1,16 @@
 """Weights, gradients and optimizer state spread over processes, as the launcher's configuration asks: FSDP2, or a stage of DeepSpeed's ZeRO.
 
-Both are carried out by torch's own `fully_shard`: ZeRO-3 is what gathers a block each time that it computes, ZeRO-1 and ZeRO-2 what keeps a
-gathered block until the backward pass is over. Frozen weights are spread in their own format, adapters and other weights that train in
-float32; casting is the learner's own. What is saved is whole, so files are of the same form as those of one process, and a state is gone on
-with by any number of processes.
+Both are carried out by torch's own `fully_shard`, which always spreads all three: ZeRO-3 gathers a block each time that it computes, ZeRO-1 and
+ZeRO-2 keep a gathered block until the backward pass is over, and ZeRO-1 sums whole gradients over the turns of a step. `benchmarks/zero.py`
+counts what that holds beside DeepSpeed's own engine. Frozen weights are spread in their own format, adapters and other weights that train in
+float32; the latter are gathered in what is computed with, and all other casting is the learner's own. What is saved is whole, so files are of the same form as those of one process, and a state is gone on with by any
+number of processes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 from collections.abc import Iterator
@@ -27,49 +29,74 @@ def asked() -> bool:
     return bool(os.environ.get(OURS))
 
 
-def take_over() -> str:
-    """Reads from the launcher's environment what is asked for, before accelerate does; a sentence about it, or "". Raises Trouble."""
+def take_over(config) -> tuple:
+    """Reads from the launcher's environment what is asked for, before accelerate does: the settings with what one process does of it by
+    itself, and a sentence about it, or "". Raises Trouble."""
     os.environ[OURS] = ""
     if _on("ACCELERATE_USE_DEEPSPEED"):
-        stage, in_ram = _zero()
-        wanted, said = {"again": stage == 3, "in_ram": in_ram}, _instead_of_deepspeed(stage)
-        wanted = wanted if stage else {}
+        stage, places = _zero()
+        in_ram = sorted(what for what, device in places.items() if device in ("cpu", "nvme"))
+        wanted = {"again": stage == 3, "in_ram": bool(in_ram), "summed_whole": stage == 1} if stage else {}
+        said = _instead_of_deepspeed(stage, places)
     elif _on("ACCELERATE_USE_FSDP"):
         if os.environ.get("FSDP_VERSION", "2") != "2":
             raise Trouble(
                 "bad_value", "The launcher's configuration asks for FSDP 1.", hint="Set fsdp_version: 2 in it."
             )
-        wanted = {"again": _on("FSDP_RESHARD_AFTER_FORWARD"), "in_ram": _on("FSDP_OFFLOAD_PARAMS")}
+        in_ram = ["optimizer", "param"] if _on("FSDP_OFFLOAD_PARAMS") else []
+        wanted = {"again": _on("FSDP_RESHARD_AFTER_FORWARD"), "in_ram": bool(in_ram), "summed_whole": False}
         said = "Weights are spread over the processes by FSDP2."
     else:
-        return ""
+        return config, ""
     for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
         os.environ.pop(name, None)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return "There is one process, so nothing is spread." if wanted else ""
+        return _alone(config, in_ram)
     os.environ[OURS] = json.dumps(wanted) if wanted else ""
-    return said if wanted else ""
+    return config, said
 
 
-def _instead_of_deepspeed(stage: int) -> str:
+def _alone(config, in_ram: list[str]) -> tuple:
+    """`take_over` of one process, which has nobody to share with: an optimizer that is to wait in RAM does, by the trainer's own means."""
+    words = ["There is one process, so nothing is spread."]
+    if "optimizer" in in_ram:
+        memory = dataclasses.replace(config.memory, enable_optimizer_cpu_offload=True)
+        config = dataclasses.replace(config, memory=memory)
+        words.append("The optimizer works in RAM, as the configuration asks (--enable_optimizer_cpu_offload).")
+    if "param" in in_ram:
+        words.append("The weights stay on the device; frozen ones wait in RAM with --enable_model_cpu_offload.")
+    return config, " ".join(words)
+
+
+SPREADS = {
+    1: "the optimizer's state; gradients and weights are spread as well, so a process holds less than asked between steps",
+    2: "the optimizer's state and gradients; weights are spread as well, so a process holds less than asked between steps",
+    3: "the optimizer's state, gradients and weights, and so it is done",
+}
+
+
+def _instead_of_deepspeed(stage: int, places: dict[str, str]) -> str:
     """What is done for a stage of ZeRO and why, and what else of DeepSpeed's configuration is not taken."""
-    kept = (
-        "as stage 3 does"
-        if stage == 3
-        else f"where stage {stage} keeps all weights in each; a gathered block stays until the backward pass is over"
-    )
-    words = [
-        f"ZeRO stage {stage} is carried out by torch's FSDP2, not by DeepSpeed's engine: each process keeps its share of weights, gradients and "
-        f"optimizer, {kept}. Frozen weights stay in bf16 beside adapters in float32, and states are gone on with by any number of processes."
-    ]
+    if stage == 0:
+        words = [
+            "ZeRO stage 0 spreads nothing: each process holds all weights, and torch's DDP, not DeepSpeed's engine, averages gradients."
+        ]
+    else:
+        words = [
+            f"ZeRO stage {stage} is carried out by torch's FSDP2, not by DeepSpeed's engine. It asks to spread {SPREADS[stage]}."
+        ]
+        if stage < 3:
+            words.append("A gathered block stays until the backward pass is over.")
+        words.append(
+            "The reason: a process never holds more than with that engine, losses are those of one process, adapters train in float32 beside "
+            "frozen weights in bf16, states are gone on with by any number of processes, and no further package is needed."
+        )
+    if stage and places["optimizer"] in ("cpu", "nvme") and places["param"] not in ("cpu", "nvme"):
+        words.append("With the optimizer, the pieces of the weights wait in RAM too.")
+    if stage and "nvme" in places.values():
+        words.append("What is to be offloaded to NVMe waits in RAM.")
     file = _config_file()
     said = _read(file) if file else {}
-    places = [
-        said.get("zero_optimization", {}).get(f"offload_{what}", {}).get("device") for what in ("param", "optimizer")
-    ]
-    places += [os.environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_DEVICE") for what in ("PARAM", "OPTIMIZER")]
-    if "nvme" in places:
-        words.append("What is to be offloaded to NVMe waits in RAM.")
     flags = {
         "gradient_clipping": "--max_grad_norm", "optimizer": "--customized_optimizer", "scheduler": "--lr_scheduler",
         "gradient_accumulation_steps": "--gradient_accumulation_steps", "train_micro_batch_size_per_gpu": "--batch_size",
@@ -94,25 +121,39 @@ def _config_file() -> str:
 def _read(file: str) -> dict:
     try:
         said = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}  # `_zero` says so
-    return said if isinstance(said, dict) else {}
+    except (OSError, ValueError) as error:
+        raise Trouble("bad_file", f"DeepSpeed's configuration {file} cannot be read: {error!r}.") from None
+    if not isinstance(said, dict):
+        raise Trouble("bad_file", f"DeepSpeed's configuration {file} cannot be read: it holds no object.")
+    return said
 
 
-def _zero() -> tuple[int, bool]:
-    """DeepSpeed's stage, and whether anything is offloaded: from its JSON file, if the configuration names one, or from the configuration."""
+def _zero() -> tuple[int, dict[str, str]]:
+    """DeepSpeed's stage, and the places of "param" and "optimizer" ("none", "cpu", "nvme"): from its JSON file, if the configuration names
+    one, or from the configuration. Raises Trouble."""
     file = _config_file()
     if file:
+        said = _read(file).get("zero_optimization", {"stage": 0})  # without it, DeepSpeed spreads nothing
         try:
-            said = json.loads(Path(file).read_text(encoding="utf-8"))["zero_optimization"]
-            devices = [said.get(f"offload_{what}", {}).get("device", "none") for what in ("param", "optimizer")]
-            return int(said["stage"]), any(device in ("cpu", "nvme") for device in devices)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            stage = said.get("stage", 0)
+            places = {
+                what: (said.get(f"offload_{what}") or {}).get("device", "none") for what in ("param", "optimizer")
+            }
+        except (TypeError, AttributeError) as error:
             raise Trouble("bad_file", f"DeepSpeed's configuration {file} cannot be read: {error!r}.") from None
-    devices = [os.environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_DEVICE", "none") for what in ("PARAM", "OPTIMIZER")]
-    return int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")), any(
-        device in ("cpu", "nvme") for device in devices
-    )
+    else:
+        stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+        places = {
+            what: os.environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what.upper()}_DEVICE", "none")
+            for what in ("param", "optimizer")
+        }
+    if str(stage) not in ("0", "1", "2", "3"):
+        raise Trouble("bad_value", f"DeepSpeed's configuration asks for ZeRO stage {stage}.", hint="Stages are 0 to 3.")
+    if other := sorted({str(device) for device in places.values()} - {"none", "cpu", "nvme"}):
+        raise Trouble(
+            "bad_value", f"DeepSpeed's configuration offloads to {other[0]}.", hint="Places are none, cpu and nvme."
+        )
+    return int(stage), places
 
 
 def check(config, *, kept, quantised) -> None:
@@ -147,7 +188,7 @@ def spread(learner: nn.Module, accelerator) -> None:
     With "in_ram" the pieces wait in RAM, and so do gradients and optimizer.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     wanted, device = json.loads(os.environ[OURS]), accelerator.device.type
     options = {
@@ -156,13 +197,27 @@ def spread(learner: nn.Module, accelerator) -> None:
         "offload_policy": CPUOffloadPolicy() if wanted["in_ram"] and device != "cpu" else OffloadPolicy(),
     }
     for part in learner.parts.values():
+        # Wide weights are gathered in what is computed with; cast by autocast, each would have a copy until the backward pass is over.
+        wide = _is_wider(part, learner.dtype)
+        options["mp_policy"] = (
+            MixedPrecisionPolicy(param_dtype=learner.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+            if wide
+            else MixedPrecisionPolicy()
+        )
         classes = set(getattr(part, "_no_split_modules", None) or ())
         for block in [module for module in part.modules() if type(module).__name__ in classes]:
             fully_shard(block, **options)
         fully_shard(part, **options)
-    learner.no_sync = lambda: _without_sync(
-        learner
-    )  # asked for by accelerate where gradients are summed over several turns
+    if wanted[
+        "summed_whole"
+    ]:  # accelerate asks for it where gradients are summed over several turns; else each turn's are spread at once
+        learner.no_sync = lambda: _without_sync(learner)
+
+
+def _is_wider(part: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether most of a part's weights are wider than `dtype`: those that train in float32 and compute in bf16."""
+    count = sum(weight.numel() for weight in part.parameters())
+    return sum(weight.numel() for weight in part.parameters() if weight.itemsize > dtype.itemsize) > count / 2
 
 
 def _on(name: str) -> bool:
