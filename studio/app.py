@@ -58,6 +58,8 @@ UPLOADS_KEPT = (3600, 24 * 3600)  # looked at every hour, removed after a day
 
 def build(studio: Studio) -> gr.Blocks:
     """The whole page. Nothing runs yet."""
+    # Where Gradio keeps what is sent and copies what it shows. Each component takes it when it is made, and only there does the server look.
+    os.environ["GRADIO_TEMP_DIR"] = str(studio.uploads)
     form.clamp_sliders()
     form.pass_broken_pictures()
     with gr.Blocks(title="Loft", analytics_enabled=False, fill_width=True, delete_cache=UPLOADS_KEPT) as page:
@@ -258,7 +260,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def serve(studio: Studio, keys: Keys, hosts: Hosts, *, port: int) -> gr.Blocks:
     """Starts the server in its own thread and returns once it answers."""
-    server.log_access(studio)
+    server.keep_log(studio, "access")  # who was refused and who logged in
+    server.keep_log(studio, "faults")  # tracebacks of what nobody foresaw
     page = build(studio)
     server.start(server.application(studio, page, keys=keys, hosts=hosts), hosts.host, port)
     return page

@@ -13,8 +13,8 @@ from PIL import Image
 
 from backend.catalog.photo import in_rgb
 from backend.schema.messages import Trouble
-from backend.schema.untrusted import is_file
-from studio.captions import Captioned, metadata_file, samples_in
+from backend.schema.untrusted import is_file, is_folder, left_out_words
+from studio.captions import Captioned, metadata_file, samples_in, unnamed_in
 from studio.pictures import NO_PICTURE
 from studio.words import count_words, notice, safe
 
@@ -60,10 +60,11 @@ def editor(folder: Path, *, page: int, was: str = "", undone: Sequence[str] = ()
     try:
         found = samples_in(folder)
     except Trouble as trouble:
-        return notice(str(trouble), kind="bad")
+        return notice(str(trouble), kind="bad") + _left_out(folder)
     pages = -(-len(found) // PAGE)
     page = min(max(page, 0), pages - 1)
     table = metadata_file(folder)
+    left = "" if table else _left_out(folder)
     tiles = "".join(_tile(sample, folder, fixed=table is not None) for sample in found[page * PAGE : (page + 1) * PAGE])
     words = count_words(len(found), "picture") + (f", captions from {table.name}" if table else "")
     words += ", each with what it was edited from" if any(sample.edited_from for sample in found) else ""
@@ -76,7 +77,12 @@ def editor(folder: Path, *, page: int, was: str = "", undone: Sequence[str] = ()
     gone = safe(
         json.dumps([time.time_ns(), *undone] if undone else [])
     )  # never what it was before, or the page would leave it as it is
-    return f'<div class="editor-head" data-set="{safe(folder)}" data-was="{safe(was)}" data-undone="{gone}"><b>{safe(words)}</b>{_turn(page, pages)}{save}{undo}</div><div class="captions">{tiles}</div>'
+    return f'<div class="editor-head" data-set="{safe(folder)}" data-was="{safe(was)}" data-undone="{gone}"><b>{safe(words)}</b>{_turn(page, pages)}{save}{undo}</div>{left}<div class="captions">{tiles}</div>'
+
+
+def _left_out(folder: Path) -> str:
+    left = unnamed_in(folder) if is_folder(folder) else []
+    return notice(left_out_words(left, folder), kind="warn") if left else ""
 
 
 def _turn(page: int, pages: int) -> str:

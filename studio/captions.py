@@ -15,7 +15,16 @@ from backend.catalog.text import decode_text
 from backend.host.files import write_text
 from backend.schema.messages import Trouble
 from backend.schema.places import ASSETS, Places
-from backend.schema.untrusted import exists, is_file, is_folder, known_file, name_of, read_bytes, read_object_or_empty
+from backend.schema.untrusted import (
+    exists,
+    is_file,
+    is_folder,
+    known_file,
+    name_of,
+    read_bytes,
+    read_object_or_empty,
+    unnamed,
+)
 from backend.schema.values import is_printable, parse_json, printable, text
 from studio.words import count_words
 
@@ -37,16 +46,23 @@ def own(places: Places) -> list[Path]:
 
 
 def _folders(parent: Path) -> list[Path]:
+    return [folder for folder in _all_folders(parent) if is_printable(folder.name)]
+
+
+def _all_folders(parent: Path) -> list[Path]:
     try:
-        folders = (f for f in parent.iterdir() if not f.name.startswith(".") and is_printable(f.name))
-        return sorted(f for f in folders if is_folder(f))
+        return sorted(f for f in parent.iterdir() if not f.name.startswith(".") and is_folder(f))
     except OSError:
         return []
 
 
 def choices(places: Places) -> list[tuple[str, str]]:
-    """(label, folder) of the shipped sets and the user's own."""
-    return [(f"{f.name} (comes with Loft)", str(f)) for f in shipped()] + [(f.name, str(f)) for f in own(places)]
+    """(label, folder) of the shipped sets and the user's own. One whose name no page can give back is told as such; choosing it finds nothing."""
+    named = [(f"{f.name} (comes with Loft)", str(f)) for f in shipped()] + [(f.name, str(f)) for f in own(places)]
+    bad = unnamed(folder.name for folder in _all_folders(places.datasets))
+    return named + [
+        (f"{name} (its name is not in UTF-8: rename the folder)", str(places.datasets / name)) for name in bad
+    ]
 
 
 def pictures_in(folder: Path) -> list[Path]:
@@ -78,6 +94,18 @@ def _pictures_below(folder: Path) -> Iterator[Path]:
             wanted = path.suffix.lower() in PICTURES and not name.endswith(".mask.png") and is_printable(name)
             if wanted and not _hidden(path, folder) and is_file(path):
                 yield path
+
+
+def unnamed_in(folder: Path) -> list[str]:
+    """Pictures and folders under `folder` that are left out because of their names (`untrusted.unnamed`)."""
+    end, found = time.monotonic() + MOST_SECONDS, []
+    for _, folders, files in os.walk(folder):
+        bad = [name for name in files if Path(name).suffix.lower() in PICTURES]
+        found += unnamed(name for name in (*folders, *bad) if not name.startswith("."))
+        folders[:] = [name for name in folders if is_printable(name) and not name.startswith(".") and name != EARLIER]
+        if time.monotonic() > end:
+            break
+    return found
 
 
 def _hidden(path: Path, folder: Path) -> bool:

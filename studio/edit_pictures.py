@@ -97,11 +97,12 @@ def _tile(studio: Studio, path: Path, at: int, count: int) -> str:
     if count > 1:
         moves = button(f"{name}: one to the left", "move", [at, at - 1], "‹", off=at == 0)
         moves += button(f"{name}: one to the right", "move", [at, at + 1], "›", off=at == count - 1)
-    small = thumbnail(path, studio.places.cache) if known_picture(path, studio.places) else path
+    known = known_picture(path, studio.places)
+    small = thumbnail(path, studio.places.cache) if known else None
     image = (
         f'<img src="{studio.address(small)}" alt="{safe(name)}" draggable="false">'
-        if known_picture(path, studio.places)
-        else "<i>not here</i>"
+        if small
+        else f"<i>{'cannot be read' if known else 'not here'}</i>"
     )
     return (
         f'<figure class="edit-tile" data-at="{at}" draggable="true">{image}{button(f"Remove {name}", "remove", at, "✕")}'

@@ -37,7 +37,8 @@ def picture_of(spec: LoraSpec, studio: Studio) -> str:
     if found is None:
         return ""
     small = thumbnail(found, studio.places.cache)
-    return safe(studio.address(small)) if small != found else ""
+    # One that lies beside a LoRA elsewhere is not served itself.
+    return safe(studio.address(small)) if small and small != found else ""
 
 
 def _embedded(spec: LoraSpec, cache: Path) -> Path | None:

@@ -6,9 +6,9 @@ import base64
 from pathlib import Path
 
 from backend.schema.messages import Trouble
-from backend.schema.untrusted import known_file, name_of
+from backend.schema.untrusted import known_file, left_out_words, name_of
 from studio.draw import facts
-from studio.pictures import Settings, newest, read_settings, thumbnail
+from studio.pictures import Settings, newest, newest_and_unnamed, read_settings, thumbnail
 from studio.studio import Studio
 from studio.words import count_words, notice, safe, size_words, time_words
 
@@ -32,6 +32,8 @@ def stage(studio: Studio, picture: Path | None) -> str:
             '<div class="stage empty"><p><b>No pictures yet</b></p>'
             "<p>Write what the picture shows and press Generate. The starter model answers in a second or two.</p></div>"
         )
+    if thumbnail(picture, studio.places.cache) is None:
+        return f'<div class="stage empty"><p>{safe(name_of(picture))} cannot be read as a picture: it is damaged, or no picture at all.</p></div>'
     return (
         f'<div class="stage"><a href="{studio.address(picture)}" target="_blank" title="Open at full size">'
         f'<img src="{studio.address(picture)}" alt="{safe(_alt(picture))}"></a></div>'
@@ -59,17 +61,26 @@ def _alt(picture: Path) -> str:
 
 def thumbs(studio: Studio, *, shown: Path | None, most: int) -> str:
     """The newest pictures as buttons, newest first."""
-    found = newest(studio.places.outputs, most=most + 1)
+    found, left = newest_and_unnamed(studio.places.outputs, most=most + 1)
+    note = notice(left_out_words(left, studio.places.outputs), kind="warn") if left else ""
     if len(found) < 2:
-        return ""
-    cache = studio.places.cache
-    tiles = "".join(
-        f'<button type="button" class="thumb{" on" if path == shown else ""}" data-do="show" data-what="{safe(path)}"'
-        f' aria-label="{safe(path.stem)}"><img loading="lazy" src="{studio.address(thumbnail(path, cache))}" alt=""></button>'
-        for path in found[:most]
-    )
+        return note
+    tiles = "".join(_thumb(studio, path, on=path == shown) for path in found[:most])
     more = '<button type="button" class="quiet" data-do="more">Show more</button>' if len(found) > most else ""
-    return f'<h3 class="section">Pictures made here</h3><div class="thumbs">{tiles}</div>{more}'
+    return f'<h3 class="section">Pictures made here</h3><div class="thumbs">{tiles}</div>{more}{note}'
+
+
+def _thumb(studio: Studio, path: Path, *, on: bool) -> str:
+    small = thumbnail(path, studio.places.cache)
+    inside = (
+        f'<img loading="lazy" src="{studio.address(small)}" alt="">'
+        if small
+        else f"<i>{safe(name_of(path))} cannot be read</i>"
+    )
+    return (
+        f'<button type="button" class="thumb{" on" if on else ""}" data-do="show" data-what="{safe(path)}"'
+        f' aria-label="{safe(path.stem)}">{inside}</button>'
+    )
 
 
 def receipt(studio: Studio, picture: Path | None) -> str:

@@ -19,7 +19,7 @@ from backend.schema.knobs import knobs_of
 from backend.schema.messages import Trouble
 from backend.schema.places import Places
 from backend.schema.request import GenerationRequest
-from backend.schema.untrusted import exists, is_file, is_folder, is_inside, known_file, name_of, read_bytes
+from backend.schema.untrusted import exists, is_file, is_folder, is_inside, known_file, name_of, read_bytes, unnamed
 from backend.schema.values import finite, is_printable, parse_json, whole
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "keep_input",
     "known_picture",
     "newest",
+    "newest_and_unnamed",
     "read_settings",
     "stamp",
     "thumbnail",
@@ -66,22 +67,35 @@ class Settings:
 
 def newest(outputs: Path, *, most: int) -> list[Path]:
     """The `most` newest pictures, newest first. Day folders sort by name, so older ones are not even listed."""
+    return newest_and_unnamed(outputs, most=most)[0]
+
+
+def newest_and_unnamed(outputs: Path, *, most: int) -> tuple[list[Path], list[str]]:
+    """As `newest`, and what lies in the same folders under names that no page could give back (`untrusted.unnamed`)."""
     found: list[Path] = []
-    folders = sorted((f for f in _entries(outputs) if is_folder(f)), key=lambda f: f.name, reverse=True)
+    folders, left = _named(outputs)
+    folders = sorted((f for f in folders if is_folder(f)), key=lambda f: f.name, reverse=True)
     for folder in [*folders, outputs]:
-        here = [f for f in _entries(folder) if f.suffix.lower() == ".png" and not f.name.startswith(".") and is_file(f)]
+        entries, bad = _named(folder) if folder != outputs else (_entries(outputs), [])
+        left += bad
+        here = [f for f in entries if f.suffix.lower() == ".png" and not f.name.startswith(".") and is_file(f)]
         found += sorted(here, key=lambda f: (_modified(f), f.name), reverse=True)
         if len(found) >= most:
             break
-    return found[:most]
+    return found[:most], left
+
+
+def _named(folder: Path) -> tuple[list[Path], list[str]]:
+    """(what lies in a folder, what of it has a name that cannot be told to a browser)"""
+    try:
+        entries = list(folder.iterdir())
+    except OSError:
+        return [], []
+    return [path for path in entries if is_printable(path.name)], unnamed(path.name for path in entries)
 
 
 def _entries(folder: Path) -> list[Path]:
-    """What lies in a folder, as far as its name can be told to a browser."""
-    try:
-        return [path for path in folder.iterdir() if is_printable(path.name)]
-    except OSError:
-        return []
+    return _named(folder)[0]
 
 
 def _modified(path: Path) -> float:
@@ -178,28 +192,36 @@ def _as_int(value: str) -> int | None:
     return int(value) if value.isdecimal() and len(value) <= 20 else None
 
 
-def thumbnail(path: Path, cache: Path, *, pixels: int = THUMB_PIXELS) -> Path:
-    """A small WebP of a picture, made once per content time; the picture itself where it cannot be read."""
+def thumbnail(path: Path, cache: Path, *, pixels: int = THUMB_PIXELS) -> Path | None:
+    """A small WebP of a picture, made once per content time. None where the file is no picture that can be read, which is then not to be
+    shown as one; the picture itself where there is no room for a smaller one."""
     try:
         seen = path.stat()
     except (OSError, ValueError):
-        return path
+        return None
     key = hashlib.sha256(f"{path}|{seen.st_mtime_ns}|{seen.st_size}|{pixels}".encode()).hexdigest()[:24]
     thumb = cache / "thumbnails" / f"{key}.webp"
     if is_file(thumb):
         return thumb
     try:
-        thumb.parent.mkdir(parents=True, exist_ok=True)
         if not is_file(path):
-            return path
+            return None
         with Image.open(path) as picture:
             small = in_rgb(picture)
         small.thumbnail((pixels, pixels), Image.Resampling.LANCZOS)
-        handle, draft = tempfile.mkstemp(dir=thumb.parent, suffix=".part")
-        with os.fdopen(handle, "wb") as file:
-            small.save(file, "WEBP", quality=86)
-        Path(draft).replace(thumb)
     except NO_PICTURE:
+        return None
+    try:
+        thumb.parent.mkdir(parents=True, exist_ok=True)
+        handle, draft = tempfile.mkstemp(dir=thumb.parent, suffix=".part")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                small.save(file, "WEBP", quality=86)
+            Path(draft).replace(thumb)
+        except OSError:
+            Path(draft).unlink(missing_ok=True)
+            raise
+    except OSError:
         return path
     return thumb
 

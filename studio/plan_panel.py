@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
 import math
 import re
-import traceback
 from dataclasses import replace
 
 from backend.catalog import remote
@@ -20,10 +19,10 @@ from backend.host import card, tracing
 from backend.schema.knobs import from_values
 from backend.schema.messages import Trouble
 from backend.schema.training import TrainingConfig
-from backend.schema.values import printable
+from backend.schema.values import parse_json, printable
 from backend.schema.vram import GIB, Card
 from backend.training.ahead import Ahead, dataset_changes, look_ahead
-from studio import shelf
+from studio import shelf, standing
 from studio.studio import Studio
 from studio.words import notice, part_words, safe, size_words, time_words
 
@@ -113,7 +112,7 @@ def estimate(studio: Studio, model: str, job: object, *, what_if: str) -> PageEs
     except (
         Exception
     ) as error:  # an estimate is never worth the page: files of models and of measurements may hold anything
-        traceback.print_exc()
+        standing.log_fault(error)
         raise Trouble(
             "no_estimate", f"no estimate can be made ({type(error).__name__}: {printable(error)[:200]})."
         ) from None
@@ -146,8 +145,9 @@ def asked_again(act: str, what: str, job: object, what_if: str) -> str | None:
     if act == "ask":
         return asked_of(job, what_if)
     if act == "more":
-        typed = json.loads(what) if what.startswith('"') else what
-        return asked_of(job, what_if, typed.strip()[:12])
+        with contextlib.suppress(ValueError):  # a text that is no JSON is what was typed
+            what = parse_json(what) if what.startswith('"') else what
+        return asked_of(job, what_if, what.strip()[:12])
     return "" if act == "unask" else None
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from backend.host.runs import LossSeries, Run
+from backend.host.runs import LossSeries, Run, Sample
 from backend.schema.untrusted import known_file
 from studio.apart import runs_apart
 from studio.draw import curve, facts, progress
@@ -161,10 +161,7 @@ def samples(studio: Studio, run: Run | None) -> str:
     rows = []
     for step in steps[:MOST_SAMPLE_ROWS]:
         tiles = "".join(
-            f'<a href="{studio.address(s.path)}" target="_blank" title="{safe(s.prompt)}">'
-            f'<img loading="lazy" src="{studio.address(thumbnail(s.path, studio.places.cache))}" alt="{safe(s.prompt)}"></a>'
-            for s in run.samples
-            if s.step == step and known_file(s.path, (run.folder,))
+            _sample_tile(studio, s) for s in run.samples if s.step == step and known_file(s.path, (run.folder,))
         )
         rows.append(
             f'<div class="sample-row"><span>{f"step {step}" if step else "before"}</span><div>{tiles}</div></div>'
@@ -172,6 +169,16 @@ def samples(studio: Studio, run: Run | None) -> str:
     prompts = list(dict.fromkeys(sample.prompt for sample in run.samples))
     legend = "".join(f"<li>{safe(prompt)}</li>" for prompt in prompts)
     return f'<h3 class="section">Samples</h3>{"".join(rows)}<ol class="caption prompts">{legend}</ol>'
+
+
+def _sample_tile(studio: Studio, sample: Sample) -> str:
+    small = thumbnail(sample.path, studio.places.cache)
+    if small is None:
+        return f"<i>{safe(sample.path.name)} cannot be read</i>"
+    return (
+        f'<a href="{studio.address(sample.path)}" target="_blank" title="{safe(sample.prompt)}">'
+        f'<img loading="lazy" src="{studio.address(small)}" alt="{safe(sample.prompt)}"></a>'
+    )
 
 
 def results(studio: Studio, run: Run | None) -> str:

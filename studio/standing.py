@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import traceback
+import logging
+import time
 from collections.abc import Callable
 
 import gradio as gr
@@ -13,6 +14,11 @@ from backend.schema.messages import Trouble
 from backend.schema.values import printable
 
 LONGEST_CAUSE = 300
+AGAIN_SECONDS = 600.0  # a tick that fails does so every second; its traceback is logged once in so long
+MOST_KNOWN = 200
+
+log = logging.getLogger("loft.faults")  # to the terminal, and to user/faults.log: what nobody foresaw
+_last_logged: dict[tuple, float] = {}
 
 
 def guard(page: gr.Blocks) -> None:
@@ -44,7 +50,27 @@ def why(error: Exception) -> str:
     """A sentence for an error; the traceback of one that nobody foresaw goes to the log."""
     if isinstance(error, Trouble):
         return printable(error)
-    traceback.print_exception(error)
+    log_fault(error)
     if isinstance(error, OSError):
         return f"That did not work: {printable(error.strerror or error)[:LONGEST_CAUSE]}."
     return f"That did not work: {type(error).__name__}: {printable(error)[:LONGEST_CAUSE]}."
+
+
+def log_fault(error: Exception) -> None:
+    """Logs the traceback of an error that nobody foresaw, unless it was logged a short time ago: it is a bug, whatever the page made of it."""
+    where, now = _where(error), time.monotonic()
+    if now - _last_logged.get(where, -AGAIN_SECONDS) < AGAIN_SECONDS:
+        return
+    if len(_last_logged) >= MOST_KNOWN:
+        _last_logged.clear()
+    _last_logged[where] = now
+    log.error("A fault of the studio: %s", printable(repr(error))[:LONGEST_CAUSE], exc_info=error)
+
+
+def _where(error: Exception) -> tuple:
+    """The kind of an error and the lines that it passed: the same for the same bug at another tick."""
+    lines, step = [], error.__traceback__
+    while step is not None:
+        lines.append((step.tb_frame.f_code.co_filename, step.tb_lineno))
+        step = step.tb_next
+    return type(error), *lines[-8:]

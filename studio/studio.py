@@ -34,6 +34,11 @@ class Studio:
         return f"{base}/gradio_api/file={quote(str(path))}"
 
     @property
+    def uploads(self) -> Path:
+        """Where what the browser sends is kept for a day."""
+        return self.places.cache / "uploads"
+
+    @property
     def served(self) -> tuple[Path, ...]:
         """The folders whose files the browser may read."""
         places = self.places

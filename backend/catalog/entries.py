@@ -6,7 +6,6 @@ not on this machine, by the folder that it names.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -15,6 +14,7 @@ from pathlib import Path
 from backend.catalog.download import is_id, local_roots
 from backend.catalog.text import listed
 from backend.schema.messages import Trouble
+from backend.schema.values import parse_json
 
 Files = Mapping[str, Sequence[Path]]  # part -> its files; empty ones where they are not known
 
@@ -24,7 +24,7 @@ def listed_paths(text: str | None, setting: str = "model_paths") -> list[list[st
     if not text:
         return []
     try:
-        listed = json.loads(text) if text.lstrip().startswith(("[", '"')) else [text]
+        listed = parse_json(text) if text.lstrip().startswith(("[", '"')) else [text]
         groups = [
             [entry] if isinstance(entry, str) else list(entry)
             for entry in ([listed] if isinstance(listed, str) else listed)

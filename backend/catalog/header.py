@@ -20,6 +20,7 @@ from pathlib import Path
 from backend.catalog.spec import TensorAt
 from backend.schema.messages import Trouble
 from backend.schema.untrusted import exists, is_file
+from backend.schema.values import parse_json
 
 LARGEST_HEADER_BYTES = 32 * 2**20  # the largest honest headers (20,000 tensors, a thumbnail) are a tenth of this
 MOST_DIMENSIONS = 16
@@ -174,9 +175,7 @@ def _parse(path: Path, text: bytes) -> tuple[dict, dict[str, str]]:
     if text[:1] != b"{":
         raise damaged(path, "has a header that is not a JSON object.")
     try:
-        entries = json.loads(text)
-    except RecursionError:
-        raise damaged(path, "has a header nested too deeply to be read.") from None
+        entries = parse_json(text.decode("utf-8"))
     except ValueError as error:  # broken JSON, broken UTF-8, a number of thousands of digits
         raise damaged(path, f"has a header that is not valid JSON ({str(error)[:80]}).") from None
     metadata = entries.pop("__metadata__", None)

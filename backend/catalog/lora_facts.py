@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 
 from backend.schema.untrusted import read_object_or_empty
+from backend.schema.values import parse_json
 
 LONGEST_JSON = 4 * 2**20  # longer values are thumbnails or garbage
 MOST_WORDS = 8
@@ -20,8 +20,8 @@ def table(metadata: Mapping[str, str], key: str) -> dict:
     if not text.lstrip().startswith("{") or len(text) > LONGEST_JSON:
         return {}
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = parse_json(text)
+    except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -71,9 +71,9 @@ def trigger_words(metadata: Mapping[str, str], path: Path | None = None) -> tupl
 def _words(text: str) -> tuple[str, ...]:
     if text.lstrip().startswith("["):
         try:
-            listed = json.loads(text[:LONGEST_JSON])
+            listed = parse_json(text[:LONGEST_JSON])
             return tuple(str(word).strip() for word in listed if str(word).strip())[:MOST_WORDS]
-        except (ValueError, RecursionError):
+        except ValueError:
             pass
     return tuple(word.strip() for word in text[:2000].split(",") if word.strip())[:MOST_WORDS]
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterable
 
 from backend.schema.messages import Trouble
 from backend.schema.training import SCHEDULES
 from backend.schema.training_method import check_optimizer_name
+from backend.schema.values import parse_json
 
 NAMED = {
     "adamw": "torch.optim.AdamW",
@@ -60,7 +60,7 @@ def arguments_of(text: str | None) -> dict:
     if not text:
         return {}
     try:
-        arguments = json.loads(text)
+        arguments = parse_json(text)
     except ValueError:
         arguments = None
     if not isinstance(arguments, dict):

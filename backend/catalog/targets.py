@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -10,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from backend.catalog.family import LoraTargets
 from backend.catalog.text import ends_with, listed
 from backend.schema.messages import Trouble
+from backend.schema.values import parse_json
 
 _REGEX = re.compile(r"[\\^$*+?()\[\]{}|]")
 
@@ -52,9 +52,9 @@ def pattern_of(text: str | None, flag: str, modules: Iterable[str]) -> dict[str,
     if not text:
         return {}
     try:
-        pattern = json.loads(text)
+        pattern = parse_json(text)
         pattern = {str(end): float(value) for end, value in pattern.items()}
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, OverflowError):
         raise Trouble("bad_value", f"--{flag} is {text!r}, not a JSON object of names and numbers.") from None
     for end in pattern:
         if not any(ends_with(module, end) for module in modules):

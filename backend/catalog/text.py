@@ -5,6 +5,8 @@ from __future__ import annotations
 import codecs
 from pathlib import Path
 
+from backend.schema.untrusted import read_bytes
+
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
     (codecs.BOM_UTF32_LE, "utf-32"),
@@ -72,6 +74,6 @@ def _share_chinese(text: str) -> float:
 
 
 def read_text(path: Path) -> tuple[str, str]:
-    """The text of a file without a byte order mark or surrounding space, and its encoding."""
-    text, encoding = decode_text(path.read_bytes())
+    """The text of a file without a byte order mark or surrounding space, and its encoding. Raises Trouble("unreadable" | "missing_file")."""
+    text, encoding = decode_text(read_bytes(path))
     return text.lstrip("\ufeff").strip(), encoding

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from backend.engine import cpu_forms, step_forms, trace
+from backend.schema.untrusted import read_object_or_empty
+from backend.schema.values import dicts
 
 CPU_NUMEL = 10**9  # parameters of a network that somebody may train on a CPU
 USUAL = 3  # forms of the usual LoRA: everything kept, checkpointed, and its samples
@@ -113,10 +115,7 @@ def _with(found: dict, network: str, config: dict, known: dict, key: str) -> dic
 
 
 def _read(file: Path) -> dict | None:
-    try:
-        tables = json.loads(file.read_text(encoding="utf-8")).get("tables", ())
-    except (OSError, ValueError, AttributeError):
-        return None
+    tables = dicts(read_object_or_empty(file).get("tables"))
     return tables[0] if tables else None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 
@@ -10,6 +9,7 @@ from backend.catalog.lora_alphas import AlphaRules, truth
 from backend.catalog.lora_facts import number
 from backend.engine.lora_source import Source
 from backend.schema.messages import Trouble
+from backend.schema.values import parse_json
 
 
 def scale_of(
@@ -60,7 +60,7 @@ def warnings(source: Source, ranks: set[int], alphas: set[float]) -> list[str]:
 
 def _arguments(text: str) -> dict:
     try:
-        value = json.loads(text[:1_000_000])
-    except (ValueError, RecursionError):
+        value = parse_json(text[:1_000_000])
+    except ValueError:
         return {}
     return value if isinstance(value, dict) else {}

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from backend.schema.messages import Trouble
-from backend.schema.values import parse_json, printable
+from backend.schema.values import is_printable, parse_json, printable
 
 MOST_BYTES = 16 * 2**20
 MOST_SHOWN = 80  # characters of a stranger's name in a sentence
@@ -94,6 +94,22 @@ def name_of(path: object) -> str:
     """The last part of a stranger's path, of this system or another, fit to be shown."""
     text = str(path).replace("\\", "/").rstrip("/")
     return printable(text.rsplit("/", 1)[-1])[:MOST_SHOWN]
+
+
+def unnamed(names: Iterable[FileName]) -> list[str]:
+    """Those of the names that are not in UTF-8, fit to be shown: no page and no JSON file could give one of them back as it is."""
+    return [name_of(name) for name in names if not is_printable(os.fspath(name))]
+
+
+def left_out_words(names: Iterable[str], where: object = "") -> str:
+    """A sentence about entries of a folder that are left out because of their names, as `unnamed` gives them; "" where there are none."""
+    found = sorted(names)
+    if not found:
+        return ""
+    place = f" in {name_of(where)}" if where else ""
+    one = len(found) == 1
+    some = f"{found[0]}{place} is" if one else f"{len(found)} entries{place} ({found[0]} is one) are"
+    return f"{some} left out: {'its name is' if one else 'their names are'} not in UTF-8. Rename {'it' if one else 'them'}."
 
 
 # Files

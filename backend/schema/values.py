@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 
 MOST_DEPTH = 64  # levels of lists and objects inside each other
 EXACT = 2**53 - 1  # the largest whole number that every reader of JSON keeps exact
@@ -23,15 +24,16 @@ def is_printable(text: str) -> bool:
     return not _SURROGATES.search(text)
 
 
-def parse_json(text: str | bytes) -> object:
+def parse_json(text: str | bytes, *, pairs: Callable[[list], dict] | None = None) -> object:
     """The value in JSON `text`, every string of it printable. Raises ValueError for what is no JSON, or nested deeper than `MOST_DEPTH`.
 
-    Numbers may be infinite or no number (`finite`, `whole`); of repeated keys the last counts.
+    Numbers may be infinite or no number (`finite`, `whole`); of repeated keys the last counts, unless `pairs`, which makes an object of its
+    keys and values, has it otherwise.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8-sig", errors="replace")
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=pairs)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if text.count("[") + text.count("{") > MOST_DEPTH:

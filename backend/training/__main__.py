@@ -17,6 +17,7 @@ from backend.schema.messages import Trouble
 from backend.schema.places import places
 from backend.schema.training import TrainingConfig, TrainingSection
 from backend.schema.untrusted import read_bytes, read_object
+from backend.schema.values import parse_json
 from backend.training import early
 from backend.training.aside import begins_anew, files_named, put_back, set_aside, set_results_aside, told
 from backend.training.reporter import Reporter
@@ -76,10 +77,11 @@ def _objective_kept(config: TrainingConfig, text: str, folder: Path) -> Training
     if not states:
         return config
     try:
-        then = json.loads(states[-1].read_text(encoding="utf-8"))["facts"]["config"]
-    except (OSError, ValueError, KeyError, TypeError):
+        then = read_object(states[-1])["facts"]["config"]
+        then, said = dict(then), parse_json(text)
+    except (Trouble, ValueError, KeyError, TypeError):
         return config  # a damaged state is told of when it is loaded
-    silent = [name for name in OBJECTIVE if name in then and name not in json.loads(text)]
+    silent = [name for name in OBJECTIVE if name in then and name not in said]
     return from_values(TrainingConfig, {name: then[name] for name in silent}, base=config)
 
 

@@ -21,10 +21,14 @@ from safetensors.torch import load_file, save_file
 
 from backend.engine import shortage
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import read_object
+from backend.schema.values import whole
 from backend.training.files import discard_folder, disk_full, is_disk_full, replacing, replacing_folder
 
 FORMAT = 1
 T = TypeVar("T")
+
+MOST_FACTS_BYTES = 2**28
 
 
 @dataclass
@@ -105,8 +109,11 @@ def _read(file: Path, reader: Callable[[Path], T]) -> T:
 
 
 def _step_and_facts(file: Path) -> tuple[int, dict]:
-    said = json.loads(file.read_text(encoding="utf-8"))
-    return int(said["step"]), said["facts"]
+    said = read_object(file, most=MOST_FACTS_BYTES)
+    step = whole(said["step"])
+    if step is None or not isinstance(said["facts"], dict):
+        raise ValueError("its step or its facts are not as they were written")
+    return step, said["facts"]
 
 
 def _optimizers_and_scaler(file: Path) -> tuple[list[dict], dict | None]:

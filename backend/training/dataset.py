@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -17,12 +18,16 @@ from PIL import Image, UnidentifiedImageError
 from backend.catalog.photo import shown_size
 from backend.catalog.text import listed, read_text
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import left_out_words, read_object_or_empty, unnamed
+from backend.schema.values import is_printable, whole
 from backend.training.captions import check_caption, with_trigger
 from backend.training.metadata import read_rows
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif")
 MASK_SUFFIX = ".mask.png"
 READERS = 4  # threads that measure files
+
+MOST_INDEX_BYTES = 2**28  # of what is remembered of pictures: a million of them
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,9 @@ def _finished(item: Item, weight: float, trigger: str, masked: str) -> Item:
 
 
 def _from_folder(base: Path, notes: list[str]) -> Iterator[Item]:
-    paths, texts = _listing(base)
+    paths, texts, bad = _listing(base)
+    if bad:
+        notes.append(left_out_words(bad, base))
     if not paths:
         raise Trouble(
             "empty_dataset", f"There are no pictures in {base}.", hint=f"Put {', '.join(SUFFIXES[:4])} files there."
@@ -161,18 +168,24 @@ def _from_folder(base: Path, notes: list[str]) -> Iterator[Item]:
         notes.append(f"{without} of {len(paths)} pictures in {base.name} have no caption.")
 
 
-def _listing(base: Path) -> tuple[list[Path], set[str]]:
-    """The pictures in `base` and the folders below it in their order, and the paths of the text files. What begins with a dot is neither."""
-    pictures, texts = [], set()
+def _listing(base: Path) -> tuple[list[Path], set[str], list[str]]:
+    """The pictures in `base` and the folders below it in their order, the paths of the text files, and what has a name that is not in UTF-8,
+    which nothing written about a run could hold. What begins with a dot is none of them."""
+    pictures, texts, bad = [], set(), []
     for folder, inner, names in os.walk(base):
         inner[:] = sorted(name for name in inner if not name.startswith("."))
+        bad += unnamed(inner)
+        inner[:] = [name for name in inner if is_printable(name)]
         for name in sorted(names):
             suffix = os.path.splitext(name)[1].lower()  # noqa: PTH122  # ten thousand names
             if suffix == ".txt":
                 texts.add(os.path.normcase(Path(folder, name)))
             elif suffix in SUFFIXES and not name.startswith(".") and not name.endswith(MASK_SUFFIX):
-                pictures.append(Path(folder, name))
-    return sorted(pictures), texts
+                if is_printable(name):
+                    pictures.append(Path(folder, name))
+                else:
+                    bad += unnamed([name])
+    return sorted(pictures), texts, bad
 
 
 def _tables_in(base: Path) -> str:
@@ -271,6 +284,8 @@ def _known(path: Path, known: dict[str, list]) -> list | OSError | None:
         return error
     except ValueError as error:  # a name that no file can have
         return FileNotFoundError(str(error))
+    if not stat.S_ISREG(status.st_mode):  # a pipe would be read for ever
+        return OSError("it is no file")
     entry = known.get(str(path.absolute()))
     return entry if entry is not None and entry[:2] == [status.st_size, status.st_mtime_ns] else None
 
@@ -304,13 +319,15 @@ def _measure_size(path: Path) -> list | OSError:
 
 
 def _read_index(index: Path | None) -> dict[str, list]:
-    if index is None or not index.is_file():
-        return {}
-    try:
-        known = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
+    known = read_object_or_empty(index, most=MOST_INDEX_BYTES) if index is not None else {}
+    return {path: entry for path, entry in known.items() if _is_entry(entry)}
+
+
+def _is_entry(entry: object) -> bool:
+    """Whether a remembered entry is as `_measure` makes it."""
+    if not isinstance(entry, list) or len(entry) != 5 or not isinstance(entry[4], str):
+        return False
+    return all(whole(number, high=2**63 - 1) is not None for number in entry[:4])
 
 
 def _write_index(index: Path, entries: dict[str, list]) -> None:

@@ -21,6 +21,7 @@ import torch
 from backend.catalog.rounded import package_of
 from backend.catalog.spec import PartSpec
 from backend.schema.places import places
+from backend.schema.untrusted import read_object_or_empty
 from backend.training.base import Base, check_there
 from backend.training.cache import key_of
 from backend.training.files import write_text
@@ -137,11 +138,8 @@ def _sha256(file: Path) -> str:
 
 
 def _read_index(index: Path) -> dict[str, list]:
-    try:
-        known = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
+    known = read_object_or_empty(index)
+    return {path: entry for path, entry in known.items() if isinstance(entry, list) and entry and isinstance(entry[-1], str)}
 
 
 def _code(base: Base) -> str:

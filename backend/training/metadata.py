@@ -11,8 +11,12 @@ from pathlib import Path
 
 from backend.catalog.text import decode_text, listed
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import read_bytes
+from backend.schema.values import parse_json
 from backend.training.captions import check_caption
 from backend.training.extras import EDIT, read_extras
+
+MOST_TABLE_BYTES = 2**29  # a million rows of captions
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ def read_rows(path: Path, section, notes: list[str], *, edits: bool) -> Iterator
         raise Trouble(
             "missing_file", f"The metadata file {path} does not exist.", hint="Check --dataset_metadata_path."
         )
-    text, encoding = decode_text(path.read_bytes())
+    text, encoding = decode_text(read_bytes(path, most=MOST_TABLE_BYTES))
     if encoding not in ("utf-8", "utf-8-sig"):
         notes.append(f"{path.name} was read as {encoding}.")
     rows = _table(path, text.replace("\ufeff", ""), notes)
@@ -73,9 +77,7 @@ def _table(path: Path, text: str, notes: list[str]) -> list[dict]:
             return _csv_rows(path.name, text, notes)
         if path.suffix.lower() == ".jsonl":
             return _jsonl_rows(path.name, text)
-        rows = json.loads(text, object_pairs_hook=_object)
-    except RecursionError:
-        raise Trouble("bad_metadata", f"The metadata file {path} is nested too deeply to be a table.") from None
+        rows = parse_json(text, pairs=_object)
     except ValueError as error:
         raise Trouble("bad_metadata", f"The metadata file {path} cannot be read: {error}.") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -144,7 +146,7 @@ def _jsonl_rows(name: str, text: str) -> list[dict]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line, object_pairs_hook=_object)
+            row = parse_json(line, pairs=_object)
         except json.JSONDecodeError as error:
             raise Trouble(
                 "bad_metadata", f"Line {number} of {name} cannot be read: {error.msg} at column {error.colno}."

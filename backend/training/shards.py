@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import read_object
 
 OURS = "LOFT_SPREAD"  # the environment of this process says it to all modules: "", or JSON with how weights are spread
 
@@ -120,12 +121,9 @@ def _config_file() -> str:
 
 def _read(file: str) -> dict:
     try:
-        said = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise Trouble("bad_file", f"DeepSpeed's configuration {file} cannot be read: {error!r}.") from None
-    if not isinstance(said, dict):
-        raise Trouble("bad_file", f"DeepSpeed's configuration {file} cannot be read: it holds no object.")
-    return said
+        return read_object(Path(file))
+    except Trouble as trouble:
+        raise Trouble("bad_file", f"DeepSpeed's configuration {file} cannot be read: {trouble.message}") from None
 
 
 def _zero() -> tuple[int, dict[str, str]]:

@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import exists, read_bytes
+from backend.schema.values import finite, parse_json, printable, whole
 from backend.training.base import Base
 from backend.training.cache import Store, View
 from backend.training.conditions import is_editing
@@ -18,6 +20,7 @@ from backend.training.material import schedules
 from backend.training.source import Source
 
 TABLE = "encodings.json"
+MOST_TABLE_BYTES = 2**29
 
 
 def write(folder: Path, source: Source, base: Base) -> None:
@@ -58,18 +61,84 @@ def _view(number: int, name: str) -> View:
     return View(number, flip == "True", int(place or 0))
 
 
+def _contents(folder: Path, table: dict) -> tuple[list, list, dict, dict, list]:
+    """(items, sizes, latents, references, sizes of references) in a table that others may have written. Raises ValueError and its kin."""
+    _text(table["family"]), _text(table["variant"])
+    if table["texts"] is not None:
+        for caption, key in table["texts"].items():
+            _text(caption), _key(key)
+    items, sizes, latents, references, reference_sizes = [], [], {}, {}, []
+    for number, row in enumerate(table["items"]):
+        height, width = (_checked(whole(side, low=1)) for side in row["size"])
+        sizes.append((height, width))
+        items.append(
+            Item(
+                path=folder,
+                captions=tuple(_text(caption) for caption in row["captions"]),
+                width=width,
+                height=height,
+                digest=_text(row["digest"]),
+                weight=_checked(finite(row["weight"], low=0.0)),
+                prior=bool(row["prior"]),
+                seed=_whole_or_none(row["seed"]),
+                steps=_whole_or_none(row.get("steps")),
+            )
+        )
+        latents |= {_view(number, name): _key(key) for name, key in row["latents"].items()}
+        references |= {_view(number, name): tuple(map(_key, keys)) for name, keys in row.get("references", {}).items()}
+        reference_sizes.append(
+            tuple(
+                (_checked(whole(high, low=1)), _checked(whole(wide, low=1)))
+                for high, wide in row.get("reference_sizes", ())
+            )
+        )
+    return items, sizes, latents, references, reference_sizes
+
+
+def _checked(number):
+    if number is None:
+        raise ValueError("a number in it is missing or out of range")
+    return number
+
+
+def _whole_or_none(value: object) -> int | None:
+    return None if value is None else _checked(whole(value, high=2**63 - 1))
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("what should be a text is none")
+    return value
+
+
+def _key(value: object) -> str:
+    """The key of an encoding, of which its file's name is made: never a path."""
+    if not _text(value).isalnum():
+        raise ValueError(f"{value[:60]!r} is no key of an encoding")
+    return value
+
+
 def read(folder: Path, base: Base, config) -> Source:
     """The source in `folder`. Raises Trouble where there is none, or one of another family."""
-    try:
-        table = json.loads((folder / TABLE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not exists(folder / TABLE):
         raise Trouble(
             "missing_file",
             f"The folder {folder} holds no encodings ({TABLE}).",
             hint="Make them first: the same command with --task sft:data_process and this folder as --output_path.",
-        ) from None
+        )
+    data = read_bytes(folder / TABLE, most=MOST_TABLE_BYTES)
+    try:
+        table = parse_json(data)
+        if not isinstance(table, dict):
+            raise ValueError("it is no JSON object")
     except ValueError as error:
         raise Trouble("damaged", f"{folder / TABLE} cannot be read: {error}.") from None
+    try:
+        found = _contents(folder, table)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise Trouble(
+            "damaged", f"{folder / TABLE} is not as it was written: {type(error).__name__}: {printable(error)[:200]}."
+        ) from None
     if table["family"] != base.spec.family:
         raise Trouble(
             "bad_value", f"The encodings in {folder} are of {table['family']}, the model is {base.spec.family}."
@@ -93,25 +162,7 @@ def read(folder: Path, base: Base, config) -> Source:
             "Masks (--masked_loss) are read from the pictures, which a second stage does not have.",
             hint="Use --task sft, which keeps encodings too.",
         )
-    items, sizes, latents, references, reference_sizes = [], [], {}, {}, []
-    for number, row in enumerate(table["items"]):
-        sizes.append((row["size"][0], row["size"][1]))
-        items.append(
-            Item(
-                path=folder,
-                captions=tuple(row["captions"]),
-                width=row["size"][1],
-                height=row["size"][0],
-                digest=row["digest"],
-                weight=row["weight"],
-                prior=row["prior"],
-                seed=row["seed"],
-                steps=row.get("steps"),
-            )
-        )
-        latents |= {_view(number, name): key for name, key in row["latents"].items()}
-        references |= {_view(number, name): tuple(keys) for name, keys in row.get("references", {}).items()}
-        reference_sizes.append(tuple((height, width) for height, width in row.get("reference_sizes", ())))
+    items, sizes, latents, references, reference_sizes = found
     if references and table["texts"] is None:
         raise Trouble(
             "bad_value",

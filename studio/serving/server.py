@@ -48,7 +48,6 @@ MOST_NAME_BYTES = 255
 
 def application(studio: Studio, page: gr.Blocks, *, keys: Keys, hosts: Hosts) -> Guard:
     """The whole server as an ASGI application; the guard, and what stands behind it."""
-    os.environ["GRADIO_TEMP_DIR"] = str(studio.places.cache / "uploads")  # where Gradio keeps what is sent
     page.state_session_capacity = MOST_SESSIONS
     for function in page.fns.values():
         # Else each is described, with paths of this machine, to whoever opens the page.
@@ -82,7 +81,7 @@ def application(studio: Studio, page: gr.Blocks, *, keys: Keys, hosts: Hosts) ->
 
 def _own_routes(studio: Studio, page: gr.Blocks) -> list[Route]:
     """The answers that come before Gradio's."""
-    uploads = studio.places.cache / "uploads"
+    uploads = studio.uploads
     files = file_answer(lambda: (*studio.served, uploads))
     take = upload_answer(page, uploads, studio.preferences)
     return [
@@ -121,7 +120,7 @@ def _lifespan(studio: Studio) -> Callable:
 
 async def _clean_for_ever(studio: Studio) -> None:
     while True:
-        await asyncio.to_thread(clean, studio.places.cache / "uploads")
+        await asyncio.to_thread(clean, studio.uploads)
         await asyncio.sleep(CLEAN_EVERY_SECONDS)
 
 
@@ -174,7 +173,7 @@ class _OwnersLog(logging.handlers.RotatingFileHandler):
                 raise OSError(f"{self.baseFilename} is no regular file")
             if hasattr(os, "fchmod"):  # it may be of an older version
                 os.fchmod(handle, 0o600)
-            return os.fdopen(handle, "a", encoding=self.encoding)
+            return os.fdopen(handle, "a", encoding=self.encoding, errors="backslashreplace")
         except OSError:
             os.close(handle)
             raise
@@ -183,15 +182,15 @@ class _OwnersLog(logging.handlers.RotatingFileHandler):
         """Says nothing: the terminal has the line."""
 
 
-def log_access(studio: Studio) -> None:
-    """Who was refused and who logged in goes to the terminal and to `user/access.log`, which holds half a MiB at most."""
-    log = logging.getLogger("loft.access")
+def keep_log(studio: Studio, name: str) -> None:
+    """What is told to the logger `loft.NAME` goes to the terminal and to `user/NAME.log`, which holds half a MiB at most."""
+    log = logging.getLogger(f"loft.{name}")
     log.setLevel(logging.INFO)
     log.propagate = False
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
     with contextlib.suppress(OSError):  # the terminal alone, then
         studio.places.user.mkdir(parents=True, exist_ok=True)
-        path = studio.places.user / "access.log"
+        path = studio.places.user / f"{name}.log"
         handlers.append(_OwnersLog(path, maxBytes=2**18, backupCount=1, encoding="utf-8", delay=True))
     for handler in handlers:
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))

@@ -80,8 +80,17 @@ class Site:
         self.process.kill()
         self.process.wait(10)
 
+    def faults(self) -> str:
+        """Tracebacks of what the studio did not foresee. The page stands all the same, and shows a sentence: a test has to look here."""
+        path = self.places.user / "faults.log"
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
     def stop(self) -> None:
-        """Asks it to end, and what it started with it."""
+        """Asks it to end, and what it started with it. Fails the test where a fault was logged."""
+        self.end()
+        assert not self.faults()
+
+    def end(self) -> None:
         if self.process.poll() is None:
             self.process.terminate()
             try:
@@ -131,13 +140,14 @@ class Pages:
     """Opens pages, each in a browser profile of its own, and notes what goes wrong in them: an error, or a question to another host."""
 
     def __init__(self, browser):
-        self._browser, self._contexts, self._complaints = browser, [], []
+        self._browser, self._contexts, self._complaints, self._sites = browser, [], [], []
 
     def open(self, site: Site, *, width: int = 1280, height: int = 900, dark: bool = False):
         scheme = "dark" if dark else "light"
         context = self._browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
         context.set_default_timeout(WAIT_SECONDS * 1000)
         self._contexts.append(context)
+        self._sites.append(site)
         page, complaints = context.new_page(), self._complaints
         page.on("pageerror", lambda error: complaints.append(f"error in the page: {error}"))
         page.on("console", lambda said: complaints.append(said.text) if _is_failure(said, site) else None)
@@ -154,6 +164,7 @@ class Pages:
     def check(self) -> None:
         """Nothing has gone wrong since the last check."""
         said, self._complaints[:] = list(self._complaints), []
+        said += [fault for site in self._sites if (fault := site.faults())]
         assert not said
 
 

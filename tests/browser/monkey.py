@@ -2,7 +2,7 @@
 
     python -m tests.browser.monkey --seconds 600 [--seed N]
 
-0 errors in the browser's console, 0 errors of the page, and no answer of 500; what it did last is told where something was. The tests
+0 errors in the browser's console, 0 errors of the page, no refusal and no answer of 500, and no fault in the studio's log; what it did last is told where something was. The tests
 let it loose for 30 seconds (`test_monkey`).
 """
 
@@ -37,12 +37,19 @@ class Monkey:
         self.wrong: list[str] = []
         self.actions = 0
         page.on("pageerror", lambda error: self.wrong.append(f"error of the page: {error}"))
-        page.on("console", lambda said: self.wrong.append(f"console: {said.text}") if _is_error(said) else None)
+        page.on(
+            "console",
+            lambda said: (
+                self.wrong.append(f"console: {said.text} {said.location.get('url', '')}")
+                if said.type == "error"
+                else None
+            ),
+        )
         page.on("response", self._answered)
         page.on("dialog", lambda dialog: dialog.dismiss())
 
     def _answered(self, response) -> None:
-        if response.status >= 500:
+        if response.status >= 400:
             self.wrong.append(f"{response.status} {response.url} {(response.request.post_data or '')[:300]}")
 
     def run(self, seconds: float, files: list[Path]) -> None:
@@ -103,11 +110,6 @@ class Monkey:
         self.page.mouse.wheel(0, self.random.randrange(-900, 900))
 
 
-def _is_error(said) -> bool:
-    """Whether the console tells an error. That the preview of a torn file is refused (403) is the studio's right answer."""
-    return said.type == "error" and "status of 403" not in said.text
-
-
 def litter(places: Places) -> list[Path]:
     """Puts odd files into a data folder, and gives those that are to be dropped on the page."""
     from PIL import Image
@@ -129,6 +131,14 @@ def litter(places: Places) -> list[Path]:
     for number, settings in enumerate(odd):
         save_png(Image.new("RGB", (16, 16), "red"), folder / f"odd-{number}.png", settings)
     (folder / "torn.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"\0" * 9)
+    torn = places.datasets / "torn"
+    torn.mkdir(parents=True)
+    (torn / "torn.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"\0" * 9)
+    save_png(Image.new("RGB", (16, 16), "blue"), torn / "whole.png", {})
+    if os.name != "nt":  # names in no encoding
+        for where, name in ((folder, b"\xff.png"), (torn, b"\xff.png"), (places.datasets, b"\xfe")):
+            path = Path(os.fsdecode(os.fsencode(where) + b"/" + name))
+            path.mkdir() if not path.suffix else path.write_bytes(b"x")
     for number, line in enumerate(
         ('{"event": "saved", "path": "' + "y" * 5000 + '"}', "[" * 200_000, to_line("step", step=1, loss=1.0))
     ):
@@ -151,7 +161,7 @@ def litter(places: Places) -> list[Path]:
 def let_loose(browser, site, files: list[Path], *, seconds: float, seed: int) -> Monkey:
     """A monkey that has been at the page of `site`, with what went wrong."""
     context = browser.new_context(
-        viewport={"width": 1280, "height": 900}, permissions=["clipboard-read"]
+        viewport={"width": 1280, "height": 900}, permissions=["clipboard-read", "clipboard-write"]
     )  # Gradio asks for it
     context.set_default_timeout(60_000)
     page = context.new_page()
@@ -191,7 +201,8 @@ def main() -> int:
             for browser in _browsers():
                 monkey = let_loose(browser, site, files, seconds=said.seconds, seed=said.seed)
         finally:
-            site.stop()
+            site.end()
+        monkey.wrong += [site.faults()] if site.faults() else []
     print(f"seed {said.seed}: {monkey.actions} actions, {len(monkey.wrong)} wrong")
     for line in (*monkey.wrong, *(["before it:", *monkey.done] if monkey.wrong else [])):
         print(line)

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from tests.browser.conftest import Site
+
+LONGEST_SECONDS = 240  # of one test, on a busy machine too: what hangs on a pipe or a loop of links has failed
+
+
+@pytest.fixture(autouse=True)
+def _bounded() -> Iterator[None]:
+    """Fails a test that hangs, where it hangs. pytest's own kind of failure is no Exception, so that nothing tried here takes it for an error."""
+    if not hasattr(signal, "SIGALRM"):
+        yield
+        return
+
+    def over(*_):
+        pytest.fail(f"not done after {LONGEST_SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, LONGEST_SECONDS)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(scope="session")

@@ -66,7 +66,7 @@ def test_a_file_that_is_no_picture_is_a_sentence(tmp_path):
     (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"x" * 50)
     with pytest.raises(Trouble, match="not a picture"):
         pictures.read_settings(tmp_path / "a.png")
-    assert pictures.thumbnail(tmp_path / "a.png", tmp_path / "cache") == tmp_path / "a.png"
+    assert pictures.thumbnail(tmp_path / "a.png", tmp_path / "cache") is None
 
 
 def test_a_thumbnail_is_made_once_and_anew_when_the_picture_changes(tmp_path):

@@ -16,6 +16,7 @@ from backend.catalog.prefixes import Modules, bare, unwrapped
 from backend.catalog.repeats import check_same
 from backend.catalog.spec import TensorAt
 from backend.schema.messages import Trouble
+from backend.schema.values import parse_json
 
 LAYERS = "_quantization_metadata"
 CONFIG = "quantization_config"
@@ -175,8 +176,8 @@ def _layers_of(text: str | None) -> tuple[dict[str, object], str]:
     if text is None:
         return {}, ""
     try:
-        said = json.loads(text, object_pairs_hook=_once)
-    except (ValueError, RecursionError):
+        said = parse_json(text, pairs=_once)
+    except ValueError:
         return {}, f"the header's {LAYERS} is cut off or no JSON"
     layers = said.get("layers") if isinstance(said, dict) else None
     if not isinstance(layers, dict):
@@ -230,8 +231,8 @@ def _config(metadata: Mapping[str, str], settings: Mapping | None) -> tuple[Mapp
     text, beside = metadata.get(CONFIG), (settings or {}).get(CONFIG)
     if text is not None:
         try:
-            said = json.loads(text)
-        except (ValueError, RecursionError):
+            said = parse_json(text)
+        except ValueError:
             return {}, f"the header's {CONFIG} is no JSON"
         if not isinstance(said, dict):
             return {}, f"the header's {CONFIG} is no table"
@@ -257,8 +258,8 @@ def _torchao(metadata: Mapping[str, str], index: Modules) -> dict[str, dict]:
         if not name.endswith(".weight") or '"_type"' not in text:
             continue
         try:
-            said = json.loads(text)
-        except (ValueError, RecursionError):
+            said = parse_json(text)
+        except ValueError:
             said = {"_type": "unreadable"}
         if isinstance(said, dict) and said.get("_type") not in ("Tensor", "torch.Tensor"):
             for module in index.meant(name.removesuffix(".weight")):

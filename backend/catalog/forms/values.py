@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import struct
 
 from backend.catalog.header import is_far, read_bytes
 from backend.catalog.spec import TensorAt
+from backend.schema.values import parse_json
 
 MOST_BYTES = 1 << 20  # of a factor that is compared number by number
 LONGEST_MARKER = 1 << 16
@@ -47,7 +47,4 @@ def said(at: TensorAt) -> object:
     """The JSON value in a tensor of bytes. Raises ValueError for anything else."""
     if at.dtype not in ("U8", "I8") or at.nbytes > LONGEST_MARKER:
         raise ValueError(f"{at.dtype} of {at.nbytes} bytes")
-    try:
-        return json.loads(read_bytes(at).rstrip(b"\0 "))
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    return parse_json(read_bytes(at).rstrip(b"\0 "))
