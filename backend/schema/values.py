@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 MOST_DEPTH = 64  # levels of lists and objects inside each other
 EXACT = 2**53 - 1  # the largest whole number that every reader of JSON keeps exact
+HOLDERS = frozenset((dict, list))
 LAST_TIME = 4102444800.0  # the year 2100 in seconds since the epoch; every calendar still knows it
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
@@ -38,20 +39,21 @@ def parse_json(text: str | bytes, *, pairs: Callable[[list], dict] | None = None
         raise ValueError("it is nested too deeply") from None
     if text.count("[") + text.count("{") > MOST_DEPTH:
         _check_depth(value)
-    if _ESCAPED.search(text) or _SURROGATES.search(text):
+    # Half a character is an escape, or in a text that is not ASCII: two quick looks spare most texts the slow ones.
+    if ("\\u" in text and _ESCAPED.search(text)) or (not text.isascii() and _SURROGATES.search(text)):
         value = _cleaned(value)
     return value
 
 
 def _check_depth(value: object) -> None:
     level = [value]
-    for _ in range(MOST_DEPTH + 1):
+    for _ in range(MOST_DEPTH + 1):  # JSON gives no subclasses, and tables of tensors are long
         level = [
             inner
             for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
+            if type(outer) in HOLDERS
+            for inner in (outer.values() if type(outer) is dict else outer)
+            if type(inner) in HOLDERS
         ]
         if not level:
             return
