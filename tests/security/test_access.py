@@ -282,14 +282,14 @@ def test_whatever_lies_in_the_place_of_the_log_holds_nothing_up(data, capsys):
     for make in (os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/full")):
         data.user.mkdir(parents=True, exist_ok=True)
         make(path)
-        server.log_access(studio)
+        server.keep_log(studio, "access")
         server.logging.getLogger("loft.access").warning("A wrong token came from nowhere.")
         said = capsys.readouterr().err
         assert said.count("A wrong token came from nowhere.") == 1 and "Traceback" not in said
         path.rmdir() if path.is_dir() else path.unlink()
     path.write_text("older\n")
     path.chmod(0o644)
-    server.log_access(studio)
+    server.keep_log(studio, "access")
     server.logging.getLogger("loft.access").warning("one more")
     assert path.read_text().count("\n") == 2 and path.stat().st_mode & 0o777 == 0o600
     for handler in server.logging.getLogger("loft.access").handlers:
