@@ -139,7 +139,9 @@ def _sha256(file: Path) -> str:
 
 def _read_index(index: Path) -> dict[str, list]:
     known = read_object_or_empty(index)
-    return {path: entry for path, entry in known.items() if isinstance(entry, list) and entry and isinstance(entry[-1], str)}
+    return {
+        path: entry for path, entry in known.items() if isinstance(entry, list) and entry and isinstance(entry[-1], str)
+    }
 
 
 def _code(base: Base) -> str:
