@@ -319,5 +319,12 @@ class StableDiffusion3Pipeline(ImagePipeline):
     family = families.by_name("sd3")
 
 
+class QuantizeConfig:
+    """DiffSynth-Studio's setting of the same name, which is not carried out: raises Trouble with what to do instead."""
+
+    def __init__(self, *_, **__):
+        diffsynth_words.refuse({"quantize": self}, diffsynth_words.CONFIG, (), what="ModelConfig")
+
+
 def _pipeline_of(family: str) -> type[ImagePipeline]:
     return next(kind for kind in ImagePipeline.__subclasses__() if family == kind.family.NAME)
