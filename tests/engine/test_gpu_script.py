@@ -64,6 +64,7 @@ def test_what_a_check_finds_is_a_row(spoilt, capsys):
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 def test_every_check_is_rehearsed_on_a_cpu(tmp_path):
     pytest.importorskip("torch")
     out = tmp_path / "out.json"

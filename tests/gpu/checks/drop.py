@@ -26,7 +26,9 @@ def dropped(device: torch.device, tiny: bool) -> Outcome:
                 changed[name] = sum(_changed_bytes(chain, STATES[name], there) > 0 for _ in range(rounds))
                 faults += there.faults
     held = not any(changed.values()) and not faults
-    return Outcome(held, {"rounds": rounds, "rounds with changed bytes": changed}, "; ".join(faults)[:300])
+    return Outcome(
+        held, {"rounds": rounds, "rounds with changed bytes": changed}, "; ".join(dict.fromkeys(faults))[:300]
+    )
 
 
 def _changed_bytes(chain: Written, states: dict, there: Late) -> int:
