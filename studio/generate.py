@@ -8,6 +8,7 @@ from pathlib import Path
 
 import gradio as gr
 
+from backend.catalog.doable import check_draws
 from backend.host.engine import EngineSnapshot
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest, LoraUse, request_to_values
@@ -218,8 +219,23 @@ def plan_of(studio: Studio, request: GenerationRequest, what_if: str, asked: str
         told = plan_panel.told(studio, request.model, request, what_if=what_if, asked=asked)
     except Trouble as trouble:
         return plan_panel.no_panel(trouble)
-    fit, refused = found.plan.verdict == "red", _refused_size(studio, request)
+    fit, refused = found.plan.verdict == "red", _refused_model(studio, request)
+    if refused:
+        return plan_panel.panel(found, what_if=what_if, refused=refused, refused_as="Not drawn here", answers=told)
+    refused = _refused_size(studio, request)
     return plan_panel.panel(found, what_if=what_if, fit=fit, refused=refused, answers=told)
+
+
+def _refused_model(studio: Studio, request: GenerationRequest) -> str:
+    """A notice where no pictures are made here with the model of `request`, else ""."""
+    sizes, _, _ = plan_panel.sizes_of_model(studio, request.model)
+    family = next((one for one in studio.families if sizes.family == one.NAME), None)
+    try:
+        if family is not None:
+            check_draws(family, variant=sizes.variant, title=sizes.title)
+    except Trouble as trouble:
+        return trouble_notice(trouble)
+    return ""
 
 
 def _refused_size(studio: Studio, request: GenerationRequest) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import gradio as gr
 
+from backend.catalog.doable import check_trains
 from backend.catalog.refused import check_files, check_training
 from backend.host import card, runs
 from backend.schema.knobs import knobs_of, to_values
@@ -326,4 +327,5 @@ def check_run(studio: Studio, config: TrainingConfig) -> None:
         return  # nothing is known of the model (yet): the run itself tells
     family = next((one for one in studio.families if sizes.family == one.NAME), None)
     if family is not None:
+        check_trains(family, title=sizes.title)
         check_training(config, sizes, family, spec=spec)

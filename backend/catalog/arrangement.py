@@ -50,6 +50,7 @@ class Work:
     decoder_dtype: str = "bfloat16"
     total_steps: int = 1
     saved_number_bytes: int = 2  # of a result
+    unknown_optimizer: bool = False  # whose state and update are counted as AdamW's
     averages: bool = False  # a running mean of the weights is saved
     idle_numel: int = 0  # of those that train, what gets no gradient
     can: frozenset[str] = TRAINING_RUNGS  # knobs that the trainer has

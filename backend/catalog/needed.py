@@ -64,8 +64,13 @@ def missing(sizes: ModelSizes, work: Work, layout: Layout, point: dict, *, on_cp
 
 def is_guess(sizes: ModelSizes, work: Work, layout: Layout, point: dict, *, on_cpu: bool) -> bool:
     """Whether a figure for `work` rests on something that is known of no such network or job."""
-    if any(not part.table for part in sizes.parts.values()):
+    if any(not part.table for part in sizes.parts.values()) or work.unknown_optimizer:
         return True
+    if work.targets and any(name not in DENOISERS for name in work.trained):
+        return True  # what the step keeps of an encoder that trains is in no form
+    method = method_of(work.method)
+    if (not method.lean or method.drawing) and not (on_cpu and "plain_tokens" in _known(sizes.parts["dit"])):
+        return True  # on a card all methods are counted as a plain LoRA, or as whole weights
     return any(_wanted(name, part, sizes, work, layout, point, on_cpu=on_cpu) for name, part in sizes.parts.items())
 
 

@@ -141,15 +141,21 @@ def work_of_training(config, sizes: ModelSizes) -> tuple[Work, Layout]:
             ),
         ),
         saved_number_bytes=4 if values.get("save_dtype") == "float32" else 2,
+        unknown_optimizer=bool(_optimizer(values)) and _optimizer(values) not in STATE_BYTES,
         averages=bool(values.get("ema_decay")),
         can=TRAINING_RUNGS & values.keys(),
     )
     return work, _own_layout(values, sizes)
 
 
+def _optimizer(values: dict) -> str:
+    """The optimizer as `STATE_BYTES` names it; "" where the settings name none."""
+    return values["customized_optimizer"].strip().lower().rpartition(".")[2]
+
+
 def _own_layout(values: dict, sizes: ModelSizes) -> Layout:
     offloads = bool(values.get("use_gradient_checkpointing_offload"))
-    optimizer = values["customized_optimizer"].strip().lower().rpartition(".")[2]
+    optimizer = _optimizer(values)
     state = STATE_BYTES.get(optimizer, 8.0)
     files = {name: part.files for name, part in sizes.parts.items()}
     kept = {name: _kept(values, name, files) for name in files}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from backend.catalog.doable import check_draws
 from backend.engine import editing, faster, memory, rungs, sampling
 from backend.schema import ways
 from backend.schema.messages import Trouble
@@ -13,12 +14,7 @@ from backend.schema.request import GenerationRequest
 def check(pipeline, request: GenerationRequest, num_edited: int = 0) -> None:
     """Raises Trouble where the model cannot draw what is asked for with so many pictures to edit, or lacks a part."""
     family, spec = pipeline.family, pipeline.spec
-    if not hasattr(family, "predict") or spec.variant in getattr(family, "NOT_DRAWN", ()):
-        raise Trouble(
-            "not_supported",
-            f"{spec.title} is recognised, and LoRAs for it can be worked with, but it draws no pictures here yet.",
-            hint="Choose a Qwen-Image model.",
-        )
+    check_draws(family, variant=spec.variant, title=spec.title)
     multiple = family.SIZES.multiple
     for name, value in (("Width", request.width), ("Height", request.height)):
         if value % multiple or value < multiple:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from types import ModuleType
 
+from backend.catalog.doable import check_trains
 from backend.catalog.edits import edits
 from backend.catalog.spec import ModelSpec
 from backend.catalog.text import listed
@@ -18,8 +19,7 @@ DISTILL = ("seed", "rand_device", "num_inference_steps", "cfg_scale")
 def check_flags(config, family: ModuleType, spec: ModelSpec) -> None:
     """Raises Trouble for a flag whose meaning the model or the task has not, so that none is without effect."""
     title, frames, editing = spec.title, config.dataset.num_frames, edits(spec, family)
-    if not hasattr(family, "predict"):
-        raise Trouble("not_supported", f"{title} cannot be trained here.", hint="Qwen-Image and its kin can.")
+    check_trains(family, title=title)
     if frames is not None and frames > 1 and not hasattr(family, "encode_video"):
         raise Trouble(
             "bad_value",

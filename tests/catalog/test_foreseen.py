@@ -11,7 +11,7 @@ from backend.catalog import qwen_prompt, tokens, unknown, words
 from backend.catalog.estimate import evaluate, point_of
 from backend.catalog.identify import identify_model
 from backend.catalog.method import Method, method_of, method_of_values
-from backend.catalog.needed import missing
+from backend.catalog.needed import is_guess, missing
 from backend.catalog.plan import work_of
 from backend.catalog.sizes import sizes_of, tables
 from backend.catalog.speed import what_if
@@ -168,3 +168,27 @@ def test_a_folder_has_the_figures_of_its_name(tmp_path: Path, name: str):
         second.seconds,
     )
     assert here.presumed == ("text_encoder", "vae")
+
+
+GUESSES = [
+    ({}, False, False),
+    ({"trainable_models": "dit"}, False, False),
+    ({"lora_algorithm": "dora"}, True, False),  # no forms of it on a card
+    ({"lora_dropout": 0.1}, True, False),
+    ({"task": "direct_distill"}, True, False),
+    ({"lora_base_model": "text_encoder"}, True, True),
+    ({"trainable_models": "dit,text_encoder"}, True, True),
+    ({"customized_optimizer": "my.own.Thing"}, True, True),
+    ({"customized_optimizer": "torch.optim.SGD"}, False, False),
+]
+
+
+@pytest.mark.parametrize("settings, card, always", GUESSES)
+def test_what_has_no_forms_is_called_a_guess(settings: dict, card: bool, always: bool):
+    config, sizes = from_values(TrainingConfig, settings), sizes_of("qwen-image")
+    work, layout = work_of(config, sizes, what_if("80GiB")[0], None)
+    assert is_guess(sizes, work, layout, point_of(sizes, work), on_cpu=False) == card
+    sizes = starter()
+    work, layout = work_of(config, sizes, what_if("80GiB")[0], None)
+    found = is_guess(sizes, work, layout, point_of(sizes, work), on_cpu=True)
+    assert found == always or found and missing(sizes, work, layout, point_of(sizes, work), on_cpu=True)
