@@ -178,7 +178,7 @@ GUESSES = [
     ({"task": "direct_distill"}, True, False),
     ({"lora_base_model": "text_encoder"}, True, True),
     ({"trainable_models": "dit,text_encoder"}, True, True),
-    ({"customized_optimizer": "my.own.Thing"}, True, True),
+    ({"customized_optimizer": "pytorch_optimizer.SOAP"}, True, True),
     ({"customized_optimizer": "torch.optim.SGD"}, False, False),
 ]
 
@@ -191,4 +191,4 @@ def test_what_has_no_forms_is_called_a_guess(settings: dict, card: bool, always:
     sizes = starter()
     work, layout = work_of(config, sizes, what_if("80GiB")[0], None)
     found = is_guess(sizes, work, layout, point_of(sizes, work), on_cpu=True)
-    assert found == always or found and missing(sizes, work, layout, point_of(sizes, work), on_cpu=True)
+    assert found == always or (found and missing(sizes, work, layout, point_of(sizes, work), on_cpu=True))
