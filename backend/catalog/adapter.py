@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from backend.catalog.prefixes import unwrapped
+
 LAST = {  # last name of a key -> what the tensor is
     "alpha": "alpha",
     "dora_scale": "magnitude",
@@ -183,7 +185,8 @@ class Reading:
 
 @lru_cache(maxsize=65536)
 def split_key(key: str) -> tuple[str, str] | None:
-    """(module as the file spells it, role of the tensor), or None for a key that is no adapter's."""
+    """(module as the file spells it, wrappers of single blocks aside, role of the tensor), or None for a key that is no adapter's."""
+    key = unwrapped(key)
     head, _, last = key.rpartition(".")
     if not head:
         return None

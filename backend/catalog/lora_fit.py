@@ -18,6 +18,7 @@ from backend.catalog.adapter import group, plain
 from backend.catalog.header import read_header, read_layout
 from backend.catalog.lora_kind import PICKLES
 from backend.catalog.lora_places import Index, Resolved, index_of_rows, resolve
+from backend.catalog.prefixes import unwrapped
 from backend.catalog.spec import ModelSpec
 from backend.schema.messages import Trouble
 
@@ -94,7 +95,7 @@ def compared(
         if said:
             wrong.append(f"{plain(stem)} {said}")
     for key in others:  # norms and biases that a file holds whole
-        stem, _, leaf = key.rpartition(".")
+        stem, _, leaf = unwrapped(key).rpartition(".")
         place = resolve(stem, (), indexes) if stem and leaf in ("weight", "scale", "bias") else ""
         if not isinstance(place, str) and len(place.slots) == 1 and len(sizes[key]) == 1:
             parameter = "bias" if leaf == "bias" else place.slots[0].parameter

@@ -14,6 +14,7 @@ from backend.catalog.lora_alphas import alpha_rules
 from backend.catalog.lora_facts import table, trigger_words
 from backend.catalog.lora_kind import families_of, named, outline_of
 from backend.catalog.peft_config import METADATA, is_unclear
+from backend.catalog.prefixes import unwrapped
 from backend.engine import lora_cold
 from backend.engine.lora_alpha import warnings
 from backend.engine.lora_body import Change
@@ -113,7 +114,7 @@ def _whole_parameters(
     """
     wholes, left, resized = {}, [], []
     for key in others:
-        stem, _, leaf = key.rpartition(".")
+        stem, _, leaf = unwrapped(key).rpartition(".")
         role = {"weight": "set_weight", "scale": "set_weight", "bias": "set_bias"}.get(leaf)
         for infix in (".base_layer", ".modules_to_save", ".original_module"):
             stem = stem.replace(infix, "")

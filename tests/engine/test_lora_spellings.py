@@ -8,6 +8,8 @@ import numpy
 import pytest
 import torch
 
+from backend.engine import lora
+from backend.schema.messages import Trouble
 from tests.engine.test_lora_kinds import FLUX, QWEN, K, Q, check, draw, numbers, random
 from tests.lora_models import shared
 
@@ -21,6 +23,16 @@ def test_adapter_names_may_be_anything(random, adapter):
     down, up = draw(random, 3, 48), draw(random, 48, 3)
     file = {f"{Q}.lora_A.{adapter}.weight": down, f"{Q}.lora_B.{adapter}.weight": up}
     check(QWEN, file, {f"{Q}.weight": numbers(up) @ numbers(down)}, applied=1)
+
+
+def test_a_wrapper_around_a_block_is_no_part_of_its_name(random):
+    down, up = draw(random, 3, 48), draw(random, 48, 3)
+    inside = Q.replace(".attn", "._orig_mod.attn")
+    file = {f"{inside}.lora_A.weight": down, f"{inside}.lora_B.weight": up}
+    check(QWEN, file, {f"{Q}.weight": numbers(up) @ numbers(down)}, applied=1)
+    file |= {f"{Q}.lora_A.weight": down * 2, f"{Q}.lora_B.weight": up}
+    with pytest.raises(Trouble, match="twice and differently"):
+        lora.load(shared(QWEN), file)
 
 
 def test_adapter_names_on_loha_and_lokr(random):
