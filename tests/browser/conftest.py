@@ -147,7 +147,8 @@ class Pages:
         context = self._browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
         context.set_default_timeout(WAIT_SECONDS * 1000)
         self._contexts.append(context)
-        self._sites.append(site)
+        if isinstance(site, Site):  # one that the launcher started has its own log
+            self._sites.append(site)
         page, complaints = context.new_page(), self._complaints
         page.on("pageerror", lambda error: complaints.append(f"error in the page: {error}"))
         page.on("console", lambda said: complaints.append(said.text) if _is_failure(said, site) else None)
