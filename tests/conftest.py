@@ -92,6 +92,20 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         session.exitstatus = 1
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable(config: pytest.Config, report):
+    """A report on its way between test processes: text that is no UTF-8 (names of files, outputs) would end them all."""
+    return _in_utf8((yield))
+
+
+def _in_utf8(value):
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, dict):
+        return {_in_utf8(key): _in_utf8(one) for key, one in value.items()}
+    return type(value)(map(_in_utf8, value)) if isinstance(value, list | tuple) else value
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error) -> None:
     """What one of several test processes has found left running (pytest-xdist)."""
