@@ -1,7 +1,7 @@
 """Weights, gradients and optimizer state spread over processes, as the launcher's configuration asks: FSDP2, or a stage of DeepSpeed's ZeRO.
 
 Both are carried out by torch's own `fully_shard`, which always spreads all three: ZeRO-3 gathers a block each time that it computes, ZeRO-1 and
-ZeRO-2 keep a gathered block until the backward pass is over, and ZeRO-1 sums whole gradients over the turns of a step. `benchmarks/zero.py`
+ZeRO-2 keep a gathered block until the backward pass is over unless most weights are frozen, and ZeRO-1 sums whole gradients over the turns of a step. `benchmarks/zero.py`
 counts what that holds beside DeepSpeed's own engine. Frozen weights are spread in their own format, adapters and other weights that train in
 float32; the latter are gathered in what is computed with, and all other casting is the learner's own. What is saved is whole, so files are of the same form as those of one process, and a state is gone on with by any
 number of processes.
@@ -37,7 +37,9 @@ def take_over(config) -> tuple:
     if _on("ACCELERATE_USE_DEEPSPEED"):
         stage, places = _zero()
         in_ram = sorted(what for what, device in places.items() if device in ("cpu", "nvme"))
-        wanted = {"again": stage == 3, "in_ram": bool(in_ram), "summed_whole": stage == 1} if stage else {}
+        wanted = (
+            {"again": stage == 3, "in_ram": bool(in_ram), "summed_whole": stage == 1, "no_more": True} if stage else {}
+        )
         said = _instead_of_deepspeed(stage, places)
     elif _on("ACCELERATE_USE_FSDP"):
         if os.environ.get("FSDP_VERSION", "2") != "2":
@@ -87,9 +89,11 @@ def _instead_of_deepspeed(stage: int, places: dict[str, str]) -> str:
             f"ZeRO stage {stage} is carried out by torch's FSDP2, not by DeepSpeed's engine. It asks to spread {SPREADS[stage]}."
         ]
         if stage < 3:
-            words.append("A gathered block stays until the backward pass is over.")
+            words.append(
+                "A gathered block stays until the backward pass is over, except where most of the weights are frozen."
+            )
         words.append(
-            "The reason: a process never holds more than with that engine, losses are those of one process, adapters train in float32 beside "
+            "The reason: a process held no more than with that engine where both were measured, losses are those of one process, adapters train in float32 beside "
             "frozen weights in bf16, states are gone on with by any number of processes, and no further package is needed."
         )
     if stage and places["optimizer"] in ("cpu", "nvme") and places["param"] not in ("cpu", "nvme"):
@@ -191,12 +195,13 @@ def spread(learner: nn.Module, accelerator) -> None:
     wanted, device = json.loads(os.environ[OURS]), accelerator.device.type
     options = {
         "mesh": init_device_mesh(device, (accelerator.num_processes,)),
-        "reshard_after_forward": wanted["again"],
         "offload_policy": CPUOffloadPolicy() if wanted["in_ram"] and device != "cpu" else OffloadPolicy(),
     }
     for part in learner.parts.values():
         # Wide weights are gathered in what is computed with; cast by autocast, each would have a copy until the backward pass is over.
         wide = _is_wider(part, learner.dtype)
+        # Whole frozen weights beside their pieces would be more than whole ones alone, which is what DeepSpeed's first two stages hold.
+        options["reshard_after_forward"] = wanted["again"] or (wanted.get("no_more", False) and _is_mostly_frozen(part))
         options["mp_policy"] = (
             MixedPrecisionPolicy(param_dtype=learner.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
             if wide
@@ -210,6 +215,11 @@ def spread(learner: nn.Module, accelerator) -> None:
         "summed_whole"
     ]:  # accelerate asks for it where gradients are summed over several turns; else each turn's are spread at once
         learner.no_sync = lambda: _without_sync(learner)
+
+
+def _is_mostly_frozen(part: nn.Module) -> bool:
+    weights = list(part.parameters())
+    return 2 * sum(weight.numel() for weight in weights if weight.requires_grad) < sum(one.numel() for one in weights)
 
 
 def _is_wider(part: nn.Module, dtype: torch.dtype) -> bool:
