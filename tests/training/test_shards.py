@@ -65,7 +65,12 @@ def test_a_file_of_deepspeed_is_read(environment, tmp_path: Path):
     )
     environment(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_CONFIG_FILE=str(file))
     assert "ZeRO stage 3" in shards.take_over(TrainingConfig())[1]
-    assert json.loads(os.environ[shards.OURS]) == {"again": True, "in_ram": True, "summed_whole": False, "no_more": True}
+    assert json.loads(os.environ[shards.OURS]) == {
+        "again": True,
+        "in_ram": True,
+        "summed_whole": False,
+        "no_more": True,
+    }
     more = {
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}},
         "gradient_clipping": 1.5,
