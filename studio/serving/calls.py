@@ -52,6 +52,8 @@ class Calls:
         number, values = body.get("fn_index"), body.get("data")
         if not isinstance(number, int) or isinstance(number, bool) or number not in self.functions:
             raise ValueError("fn_index names no function")
+        if getattr(self.functions[number], "fn", None) is None:
+            raise ValueError("this function runs in the browser alone")
         wanted = len(self.functions[number].inputs)
         if not isinstance(values, list) or len(values) != wanted:
             raise ValueError(f"data must be a list of {wanted} values")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import logging.handlers
 import os
@@ -52,6 +53,7 @@ def application(studio: Studio, page: gr.Blocks, *, keys: Keys, hosts: Hosts) ->
     for function in page.fns.values():
         # Else each is described, with paths of this machine, to whoever opens the page.
         function.api_visibility = "private"
+    page.preprocess_data = _told_of_values(page.preprocess_data)
     outer = FastAPI(
         docs_url=None, redoc_url=None, openapi_url=None, lifespan=_lifespan(studio), routes=_own_routes(studio, page)
     )
@@ -77,6 +79,22 @@ def application(studio: Studio, page: gr.Blocks, *, keys: Keys, hosts: Hosts) ->
     inner.state_holder = Sessions()
     inner.state_holder.set_blocks(page)
     return Guard(Calls(outer, page.fns), keys=keys, hosts=hosts, root_path=studio.root_path)
+
+
+def _told_of_values(preprocess: Callable) -> Callable:
+    """`preprocess`, which raises `gr.Error` for a value that its field does not take: a mistake of the caller's, not an answer of 500."""
+
+    @functools.wraps(preprocess)
+    async def told(*values, **more):
+        try:
+            return await preprocess(*values, **more)
+        except gr.Error:
+            raise
+        except Exception as error:
+            logging.getLogger(__name__).warning("A field refused the value that a call gave it: %r", error)
+            raise gr.Error("A value is none that its field takes.", print_exception=False) from None
+
+    return told
 
 
 def _own_routes(studio: Studio, page: gr.Blocks) -> list[Route]:
