@@ -23,7 +23,7 @@ load = QwenImagePipeline.from_pretrained
             lambda: ModelConfig(offload_dtpe=torch.float32),
             "ModelConfig has no setting 'offload_dtpe'. Did you mean offload_dtype?",
         ),
-        (lambda: ModelConfig(*range(20)), "ModelConfig has 14 settings, not 20"),
+        (lambda: ModelConfig(*range(20)), "ModelConfig has 17 settings, not 20"),
         (lambda: ModelConfig(path=3), "ModelConfig(path=...) is 3, which is not a text or a path"),
         (lambda: ModelConfig(path=["a.safetensors", 3]), "ModelConfig(path=...) is 3"),
         (lambda: ModelConfig(path=[]), "ModelConfig(path=[]) names no file"),
