@@ -93,7 +93,7 @@ def _instead_of_deepspeed(stage: int, places: dict[str, str]) -> str:
                 "A gathered block stays until the backward pass is over, except where most of the weights are frozen."
             )
         words.append(
-            "The reason: a process held no more than with that engine where both were measured, losses are those of one process, adapters train in float32 beside "
+            "The reason: between steps a process of two held less than with that engine, losses are those of one process, adapters train in float32 beside "
             "frozen weights in bf16, states are gone on with by any number of processes, and no further package is needed."
         )
     if stage and places["optimizer"] in ("cpu", "nvme") and places["param"] not in ("cpu", "nvme"):
