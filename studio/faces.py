@@ -11,8 +11,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from backend.catalog.header import read_layout
 from backend.catalog.lora_facts import THUMBNAILS
+from backend.catalog.safetensors_header import read_layout
 from backend.catalog.spec import LoraSpec
 from backend.schema.messages import Trouble
 from backend.schema.untrusted import is_file

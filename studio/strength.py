@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy
 
 from backend.catalog.adapter import group, innermost, plain, scales_of
-from backend.catalog.header import read_bytes, read_header
+from backend.catalog.header import read_bytes
 from backend.catalog.lora_alphas import AlphaRules, alpha_rules
 from backend.catalog.names import flatten
 from backend.catalog.peft_config import config_beside
+from backend.catalog.read_header import read_header
 from backend.catalog.spec import TensorAt
 from backend.schema.messages import Trouble
 

@@ -1,4 +1,4 @@
-"""Headers of weight files, by the standard library alone: names, dtypes, shapes and byte ranges, never a weight.
+"""What a weight file's header tells: names, dtypes, shapes and byte ranges. Types and small readers that every container format shares.
 
 A header is text from a stranger. Every number in it is checked against the file's true size before it is used, its size and
 depth are bounded, and whatever is wrong is said in one sentence (`Trouble("damaged", ...)`).
@@ -7,20 +7,13 @@ depth are bounded, and whatever is wrong is said in one sentence (`Trouble("dama
 from __future__ import annotations
 
 import contextlib
-import json
-import math
-import os
-import struct
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
 
 from backend.catalog.spec import TensorAt
 from backend.schema.messages import Trouble
-from backend.schema.untrusted import exists, is_file
-from backend.schema.values import parse_json
 
 LARGEST_HEADER_BYTES = 32 * 2**20  # the largest honest headers (20,000 tensors, a thumbnail) are a tenth of this
 MOST_DIMENSIONS = 16
@@ -47,16 +40,6 @@ class Header:
     container: str = "safetensors"  # "safetensors" | "gguf" | "pickle"
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A safetensors header as parsed: `entries` name -> {"dtype", "shape", "data_offsets"}, offsets counted from `data_start`."""
-
-    entries: dict[str, dict]
-    metadata: dict[str, str]
-    data_start: int
-    nbytes: int  # of the whole file
-
-
 _LENGTHS: ContextVar[Mapping[Path, int] | None] = ContextVar("lengths", default=None)
 
 
@@ -70,43 +53,14 @@ def as_long_as(lengths: Mapping[Path, int]) -> Iterator[None]:
         _LENGTHS.reset(token)
 
 
+def length_of(path: Path, nbytes: int) -> int:
+    """The file's length in bytes: `nbytes` as it lies on the disk, or what `as_long_as` says."""
+    return (_LENGTHS.get() or {}).get(path, nbytes)
+
+
 def is_far(path: Path) -> bool:
     """Whether only the header of `path` is on this machine (within `as_long_as`): its tensors cannot be read."""
     return path in (_LENGTHS.get() or {})
-
-
-def read_header(path: str | os.PathLike) -> Header:
-    """The header of a safetensors or GGUF file, or of a zipped PyTorch checkpoint.
-
-    Troubles: "missing_file", "damaged", "not_recognised" (another kind of file), "not_supported".
-    """
-    path = Path(path)
-    start = _first_bytes(path, 4)
-    if start == b"GGUF":
-        from backend.catalog.gguf import read_gguf
-
-        return read_gguf(path)
-    if start == ZIPPED:
-        from backend.catalog.pickled import read_pickled
-
-        return read_pickled(path)
-    layout = read_layout(path)
-    begins = layout.data_start
-    tensors = {}
-    for name, entry in layout.entries.items():
-        begin, end = entry["data_offsets"]
-        tensors[name] = TensorAt(path, name, entry["dtype"], tuple(entry["shape"]), begins + begin, begins + end)
-    return Header(path, tensors, layout.metadata)
-
-
-def read_layout(path: str | os.PathLike) -> Layout:
-    """The checked safetensors header of `path`, without an object for every tensor: what a library of thousands needs."""
-    path = Path(path)
-    text, nbytes = _header_text(path)
-    entries, metadata = _parse(path, text)
-    data_start = 8 + len(text)
-    _check_entries(path, entries, nbytes - data_start)
-    return Layout(entries, metadata, data_start, nbytes)
 
 
 def read_bytes(at: TensorAt) -> bytes:
@@ -121,117 +75,3 @@ def read_bytes(at: TensorAt) -> bytes:
 
 def damaged(path: Path, what: str) -> Trouble:
     return Trouble("damaged", f"{path.name} {what}", hint=AGAIN, detail=str(path))
-
-
-def _first_bytes(path: Path, count: int) -> bytes:
-    try:
-        with path.open("rb", buffering=0) as file:
-            return file.read(count)
-    except FileNotFoundError:
-        raise Trouble("missing_file", f"There is no file {path}.", hint="Check the path.") from None
-    except OSError as error:
-        raise Trouble("missing_file", f"{path} cannot be read: {error.strerror or error}.") from None
-
-
-def _header_text(path: Path) -> tuple[bytes, int]:
-    if exists(path) and not is_file(path):  # a pipe would never end
-        raise damaged(path, "is no file that can be read.")
-    try:
-        with path.open("rb", buffering=0) as file:
-            nbytes = (_LENGTHS.get() or {}).get(path, os.fstat(file.fileno()).st_size)
-            start = file.read(8)
-            if len(start) < 8:
-                raise damaged(path, f"is no safetensors file: it has only {nbytes} bytes.")
-            length = struct.unpack("<Q", start)[0]
-            _check_length(path, start, length, nbytes)
-            text = file.read(length)
-    except FileNotFoundError:
-        raise Trouble("missing_file", f"There is no file {path}.", hint="Check the path.") from None
-    except OSError as error:
-        raise Trouble("missing_file", f"{path} cannot be read: {error.strerror or error}.") from None
-    if len(text) != length:
-        raise damaged(path, f"ends inside its header: {length} bytes promised, {len(text)} there.")
-    return text, nbytes
-
-
-def _check_length(path: Path, start: bytes, length: int, nbytes: int) -> None:
-    if length > nbytes - 8 and (start[:4] == ZIPPED or (start[0] == 0x80 and 2 <= start[1] <= 5)):
-        raise Trouble(
-            "not_recognised",
-            f"{path.name} is a pickle (a .pt, .ckpt or .bin file), not a safetensors file.",
-            hint="Convert it: python -m backend.engine.lora_tools to_safetensors FILE.",
-        )
-    if length > nbytes - 8:
-        raise damaged(
-            path, f"is cut off or no safetensors file: a header of {length} bytes promised, {nbytes - 8} there."
-        )
-    if length > LARGEST_HEADER_BYTES:
-        raise damaged(path, f"has a header of {length} bytes; more than {LARGEST_HEADER_BYTES} is not read.")
-    if length < 2:
-        raise damaged(path, f"has a header of {length} bytes, too short to be one.")
-
-
-def _parse(path: Path, text: bytes) -> tuple[dict, dict[str, str]]:
-    if text[:1] != b"{":
-        raise damaged(path, "has a header that is not a JSON object.")
-    try:
-        entries = parse_json(text.decode("utf-8"))
-    except ValueError as error:  # broken JSON, broken UTF-8, a number of thousands of digits
-        raise damaged(path, f"has a header that is not valid JSON ({str(error)[:80]}).") from None
-    metadata = entries.pop("__metadata__", None)
-    if metadata is None:
-        metadata = {}
-    if not isinstance(metadata, dict):
-        raise damaged(path, "has metadata that is not a table of texts.")
-    return entries, {key: value if isinstance(value, str) else _as_text(value) for key, value in metadata.items()}
-
-
-def _as_text(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _check_entries(path: Path, entries: dict, held: int) -> None:
-    """Every entry well formed, its span as long as its shape says, all spans together the whole data without hole or overlap."""
-    spans = []
-    for name, entry in entries.items():
-        try:  # the plain case without a call: a library reads a million of these
-            begin, end = entry["data_offsets"]
-            rows, columns = entry["shape"]
-            plain = type(begin) is type(end) is type(rows) is type(columns) is int
-            plain = plain and 0 <= begin <= end < LARGEST and 0 <= rows < LARGEST and 0 <= columns < LARGEST
-            plain = plain and rows * columns * DTYPE_BITS[entry["dtype"]] == (end - begin) * 8
-        except (KeyError, TypeError, ValueError, IndexError):
-            plain = False
-        if not plain:
-            begin, end = _span(path, name, entry)
-        spans.append((begin, end, name))
-    spans.sort(key=itemgetter(0, 1))
-    reached = 0
-    for begin, end, name in spans:
-        if begin < reached:
-            raise damaged(path, f"has overlapping tensors: {name[:120]!r} begins at {begin}, inside the one before it.")
-        if begin > reached:
-            raise damaged(path, f"has a hole of {begin - reached} bytes before tensor {name[:120]!r}.")
-        reached = end
-    if reached > held:
-        raise damaged(path, f"is cut off: its header promises {reached} bytes of data, the file holds {held}.")
-    if reached < held:
-        raise damaged(path, f"has {held - reached} bytes that belong to no tensor at its end.")
-
-
-def _span(path: Path, name: str, entry: object) -> tuple[int, int]:
-    try:
-        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        bits = DTYPE_BITS[dtype]
-        whole = type(begin) is int and type(end) is int and 0 <= begin <= end < LARGEST
-        whole = whole and type(shape) is list and len(shape) <= MOST_DIMENSIONS
-        if whole:
-            for size in shape:
-                whole = whole and type(size) is int and 0 <= size < LARGEST
-    except (KeyError, TypeError, ValueError, IndexError):
-        raise damaged(path, f"has a broken entry for tensor {name[:120]!r}: {str(entry)[:120]}.") from None
-    if not whole:
-        raise damaged(path, f"has impossible numbers for tensor {name[:120]!r}: {str(entry)[:120]}.")
-    if math.prod(shape) * bits != (end - begin) * 8:
-        raise damaged(path, f"gives tensor {name[:120]!r} {end - begin} bytes, but {dtype} {shape} takes another size.")
-    return begin, end

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backend.catalog.forms.evidence import together
-from backend.catalog.header import read_header
+from backend.catalog.json_files import read_json
 from backend.catalog.lora_kind import PICKLES
-from backend.catalog.parts import read_json
+from backend.catalog.read_header import read_header
 from backend.catalog.repeats import check_same
 from backend.catalog.spec import TensorAt
 from backend.schema.messages import Trouble

@@ -15,8 +15,9 @@ from types import ModuleType
 from backend.catalog import beside
 from backend.catalog.forms import understood
 from backend.catalog.heaps import WEIGHTS, Heap, component_files, groups, heap_of, indexed, merged, walk
+from backend.catalog.json_files import read_json
 from backend.catalog.lora_kind import identify_lora, is_adapter
-from backend.catalog.parts import Found, find_parts, read_json
+from backend.catalog.parts import Found, find_parts
 from backend.catalog.spec import ModelSpec, PartSpec
 from backend.schema.messages import Trouble
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from types import ModuleType
 
 from backend.catalog import remembered
-from backend.catalog.header import read_layout
 from backend.catalog.heaps import SHARD
 from backend.catalog.identify import identify_model
 from backend.catalog.lora_facts import THUMBNAILS
 from backend.catalog.lora_kind import identify_lora, lora_of
 from backend.catalog.remembered import Memory, lora_from_values, model_from_values, write_json
+from backend.catalog.safetensors_header import read_layout
 from backend.catalog.spec import LoraSpec, ModelSpec
 from backend.schema.messages import Trouble
 from backend.schema.untrusted import is_file, is_folder, name_of, read_object_or_empty

@@ -15,10 +15,11 @@ from pathlib import Path
 from types import ModuleType
 
 from backend.catalog.adapter import group, plain
-from backend.catalog.header import read_header, read_layout
 from backend.catalog.lora_kind import PICKLES
 from backend.catalog.lora_places import Index, Resolved, index_of_rows, resolve
 from backend.catalog.prefixes import unwrapped
+from backend.catalog.read_header import read_header
+from backend.catalog.safetensors_header import read_layout
 from backend.catalog.spec import ModelSpec
 from backend.schema.messages import Trouble
 

@@ -13,8 +13,9 @@ from types import ModuleType
 from backend.catalog import lora_facts, module_names
 from backend.catalog.adapter import ALGORITHMS, group, innermost, is_adapter, plain
 from backend.catalog.family import LoraSign
-from backend.catalog.header import Layout, read_header, read_layout
 from backend.catalog.names import flatten
+from backend.catalog.read_header import read_header
+from backend.catalog.safetensors_header import Layout, read_layout
 from backend.catalog.spec import LoraSpec
 from backend.schema.messages import Trouble
 

@@ -12,11 +12,11 @@ from backend.catalog.adapter import group
 from backend.catalog.family import NameMap, Part, Signature
 from backend.catalog.forms import Stored, check_complete, understood
 from backend.catalog.forms.evidence import CONFIG
+from backend.catalog.json_files import read_json
 from backend.catalog.names import own_tensors
 from backend.catalog.prefixes import WORDS
 from backend.catalog.repeats import check_parts, check_same
 from backend.catalog.spec import PartSpec, TensorAt
-from backend.schema import untrusted
 from backend.schema.messages import Trouble
 
 TORCH_NAMES = {
@@ -267,16 +267,3 @@ def _belongs(config: dict, part: Part) -> bool:
     if said is not None:
         return said == network
     return "architectures" in config or "model_type" in config
-
-
-def read_json(path: Path) -> dict | None:
-    """The object in a JSON file; None where there is no file. Raises Trouble("damaged") for anything else."""
-    try:
-        value = untrusted.read_json(path)
-    except Trouble as trouble:
-        if trouble.kind == "missing_file":
-            return None
-        raise Trouble("damaged", trouble.message, hint="Download it again.", detail=str(path)) from None
-    if not isinstance(value, dict):
-        raise Trouble("damaged", f"{path} is not a table of settings.", hint="Download it again.")
-    return value

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backend.catalog.adapter import is_adapter
-from backend.catalog.header import read_header
+from backend.catalog.json_files import read_json
 from backend.catalog.lora_facts import is_ours, number, table
-from backend.catalog.parts import read_json
+from backend.catalog.read_header import read_header
 from backend.schema.messages import Trouble
 
 CONFIG = "adapter_config.json"

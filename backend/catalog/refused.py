@@ -11,8 +11,8 @@ from types import ModuleType
 
 from backend.catalog.adapter import is_adapter
 from backend.catalog.entries import all_meant, parts_meant, rounding_of
-from backend.catalog.header import read_header
 from backend.catalog.optimizing import check_named, part_rates, part_schedules
+from backend.catalog.read_header import read_header
 from backend.catalog.rounded import ELSEWHERE, METHODS, NO_GRADIENT, package_of
 from backend.catalog.sizes import EMBEDDING, ModelSizes, PartSizes, compute_dtypes
 from backend.catalog.spec import ModelSpec, PartSpec

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
-from backend.catalog import beside, download, hubs, words
+from backend.catalog import beside, download, hubs
 from backend.catalog.header import LARGEST_HEADER_BYTES, as_long_as
 from backend.catalog.heaps import SHARD
 from backend.catalog.identify import identify_model
@@ -76,7 +76,7 @@ def look(
     try:
         lengths, listed = _bring(model_id, source, home, tuple(families))
         spec = _identified(home, lengths, families)
-        if spec.family == words.FAMILY and _bring_tokenizer(model_id, source, home, listed):
+        if _reads_prompts(spec.family, families) and _bring_tokenizer(model_id, source, home, listed):
             spec = _identified(home, lengths, families)
     except Trouble as trouble:
         _keep(home, {"time": time.time(), "trouble": trouble.to_values()})
@@ -223,3 +223,8 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+
+
+def _reads_prompts(name: str, families: Iterable[ModuleType]) -> bool:
+    """Whether the family counts a prompt's tokens by the model's own tokenizer: that file is worth fetching beside the headers."""
+    return any(name == family.NAME and getattr(family, "COUNTS_TOKENS", False) for family in families)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from backend.catalog.header import read_layout
 from backend.catalog.peft_config import METADATA
+from backend.catalog.safetensors_header import read_layout
 from backend.engine import Cancelled
 from backend.engine.load import TORCH_DTYPES
 from backend.engine.lora_faithful import kept_meaning

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from backend.catalog.header import read_layout
 from backend.catalog.identify import identify_model
+from backend.catalog.safetensors_header import read_layout
 from backend.engine import lora_files, lora_math
 from backend.engine.lora_book import book_of
 from backend.engine.lora_content import family_for, read_content

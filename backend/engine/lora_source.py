@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from backend.catalog.adapter import QUANTISED, group, scales_of
-from backend.catalog.header import read_header
 from backend.catalog.peft_config import config_beside
+from backend.catalog.read_header import read_header
 from backend.catalog.spec import TensorAt
 from backend.engine import load, shortage
 from backend.schema.messages import Trouble

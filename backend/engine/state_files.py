@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from backend.catalog.header import read_header
+from backend.catalog.read_header import read_header
 from backend.engine import memory
 from backend.engine.lora_source import read_pickle
 from backend.schema.messages import Trouble

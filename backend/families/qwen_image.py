@@ -32,6 +32,7 @@ __all__ = [
 ]  # fmt: skip
 
 NAME = "qwen_image"
+COUNTS_TOKENS = True  # the templates around a prompt are known: `qwen_prompt`
 TITLE = "Qwen-Image"
 WORDS = ("qwen-image", "qwen_image", "qwenimage")  # how metadata of LoRA files names it, in lower case
 

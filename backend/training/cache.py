@@ -23,7 +23,8 @@ from backend.engine.pictures import to_pixels
 from backend.schema.messages import Trouble
 from backend.training.crops import Box, cut
 from backend.training.dataset import Item
-from backend.training.edits import Shown, open_shown
+from backend.training.edits import Shown
+from backend.training.shown import open_shown
 
 RAM_BYTES = 4 * 2**30
 Encoding = dict[str, torch.Tensor]

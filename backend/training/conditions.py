@@ -15,11 +15,12 @@ from backend.training.batches import size_of
 from backend.training.cache import View, fill_references, fill_texts, key_of
 from backend.training.captions import lines_of
 from backend.training.dataset import Item
-from backend.training.edits import Shown, check_counts, open_shown, reference_sizes, sample_pictures, shown, whole
+from backend.training.edits import Shown, check_counts, reference_sizes, sample_pictures, shown, whole
 from backend.training.ingredients import folder_digest
 from backend.training.lower import attempt
 from backend.training.prompts import EMPTY
 from backend.training.shares import Parts, Wishes, in_shares, left_out
+from backend.training.shown import open_shown
 from backend.training.source import Sample, Source, worded
 
 Told = tuple[str, tuple[str, ...]]  # a prompt, and the keys of the pictures that go with it

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from PIL import Image
-
 from backend.schema.messages import Trouble
 from backend.training.captions import lines_of
 from backend.training.crops import cut, largest, num_cuts
@@ -89,27 +87,6 @@ def check_cuts(items: Iterable[Item], sizes: Iterable[tuple[int, int]], *, crops
                 "proportions and could not be cut with it.",
                 hint="Leave --crops out.",
             )
-
-
-def open_shown(one: Shown) -> Image.Image:
-    """The picture as it is shown, upright, in RGB. Raises Trouble by its name."""
-    from backend.engine import shortage
-    from backend.engine.pictures import open_picture
-
-    try:
-        picture = open_picture(one.picture.path)
-        if one.box is not None:
-            picture = picture.resize(one.size, Image.Resampling.LANCZOS, box=one.box)
-    except (Trouble, OSError, ValueError) as error:
-        if shortage.is_one(error):
-            raise
-        why = error.message if isinstance(error, Trouble) else error
-        raise Trouble(
-            "broken_picture",
-            f"The picture {one.picture.path} cannot be read ({why}).",
-            hint="Replace or remove it, or set --skip_broken_pictures.",
-        ) from None
-    return picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if one.flip else picture
 
 
 def reference_sizes(some: Iterable[Shown], family: ModuleType, *, pixels: int) -> tuple[tuple[int, int], ...]:

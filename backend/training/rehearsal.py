@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from backend.catalog.header import read_header
+from backend.catalog.read_header import read_header
 from backend.catalog.refused import lora_part, trained_parts
 from backend.engine.load import build_meta
 from backend.engine.lora import Adapters

@@ -16,9 +16,10 @@ from backend.training.cache import Store, View, read_mask
 from backend.training.captions import drawn
 from backend.training.crops import cut
 from backend.training.dataset import Item
-from backend.training.edits import Shown, open_shown
+from backend.training.edits import Shown
 from backend.training.learner import Material
 from backend.training.objective import Draws, draw, seed_of, training_levels
+from backend.training.shown import open_shown
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import psutil
 
-from backend.catalog.header import read_header
 from backend.catalog.lora_kind import identify_lora
+from backend.catalog.read_header import read_header
 from backend.families import FAMILIES
 from backend.schema.messages import Trouble
 from tests.catalog.files import header_of

@@ -9,7 +9,8 @@ import pytest
 
 from backend.catalog.forms import understood
 from backend.catalog.forms.layer import FLOAT8, FLOATS
-from backend.catalog.header import DTYPE_BITS, read_header
+from backend.catalog.header import DTYPE_BITS
+from backend.catalog.read_header import read_header
 from tests.catalog.files import write_file
 
 ROLES = ("weight", "bias", "weight_scale", "scale_weight", "weight_scale_2", "weight_scale_inv", "comfy_quant", "weight.comfy_quant", "input_scale", "SCB",

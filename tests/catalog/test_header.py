@@ -10,7 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from backend.catalog.header import LARGEST_HEADER_BYTES, read_bytes, read_header, read_layout
+from backend.catalog.header import LARGEST_HEADER_BYTES, read_bytes
+from backend.catalog.read_header import read_header
+from backend.catalog.safetensors_header import read_layout
 from backend.schema.messages import Trouble
 from backend.schema.places import ASSETS
 from tests.catalog.files import header_of, write_file, write_raw

@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
-from backend.catalog.header import read_header
 from backend.catalog.identify import identify_files, identify_model
+from backend.catalog.read_header import read_header
 from backend.families import FAMILIES
 from backend.schema.messages import Trouble
 from backend.schema.places import ASSETS

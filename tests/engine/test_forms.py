@@ -14,8 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from backend.catalog.forms import understood
-from backend.catalog.header import DTYPE_BITS, read_header
+from backend.catalog.header import DTYPE_BITS
 from backend.catalog.identify import identify_model
+from backend.catalog.read_header import read_header
 from backend.engine.load import build_meta, load_part, read_tensor
 from backend.engine.placement import place
 from backend.families import FAMILIES

@@ -75,7 +75,7 @@ LOADING = """
 import json, sys
 import psutil, torch
 from pathlib import Path
-from backend.catalog.header import read_header
+from backend.catalog.read_header import read_header
 from backend.catalog.spec import PartSpec
 from backend.engine import load, memory
 

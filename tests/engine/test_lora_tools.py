@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from backend.catalog.header import read_layout
+from backend.catalog.safetensors_header import read_layout
 from backend.engine import Cancelled, lora, lora_tools
 from backend.engine.lora_jobs import TOOLS, run_tool
 from backend.schema.messages import Trouble

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from backend.catalog.header import read_header
 from backend.catalog.identify import identify_lora, identify_model
+from backend.catalog.read_header import read_header
 from backend.engine import load
 from backend.families import FAMILIES
 from backend.pipelines import ModelConfig, QwenImagePipeline

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import save_file
 
-from backend.catalog.header import read_header
+from backend.catalog.read_header import read_header
 from backend.engine import load, placement, pump
 from backend.engine.pump import Pump
 from backend.engine.stream import Reader

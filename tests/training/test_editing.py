@@ -323,7 +323,8 @@ def test_cuts_and_mirrors_lie_over_each_other(tmp_path: Path):
     from backend.training.cache import open_pixels
     from backend.training.crops import cut
     from backend.training.dataset import Item, measure
-    from backend.training.edits import open_shown, reference_sizes, shown, whole
+    from backend.training.edits import reference_sizes, shown, whole
+    from backend.training.shown import open_shown
 
     picture = Image.radial_gradient("L").resize((200, 120)).rotate(20).convert("RGB")
     picture.save(tmp_path / "a.png")

@@ -109,8 +109,8 @@ def test_an_oft_says_how_it_is_meant_and_peft_reads_it_equal(run_training, tmp_p
     """The fields in the header are those of PEFT's OFTConfig: peft's own layers, made of them and filled by peft, answer as ours do."""
     import peft
 
-    from backend.catalog.header import read_layout
     from backend.catalog.identify import identify_model
+    from backend.catalog.safetensors_header import read_layout
     from backend.engine import lora
     from backend.engine.load import load_part
     from backend.families import FAMILIES

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from backend.catalog.header import read_header
+from backend.catalog.read_header import read_header
 from backend.catalog.spec import TensorAt
 from backend.engine import load, memory, placement, quantize
 from backend.engine.pump import Upload
