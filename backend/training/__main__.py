@@ -19,7 +19,7 @@ from backend.schema.training import TrainingConfig, TrainingSection
 from backend.schema.untrusted import read_bytes, read_object
 from backend.schema.values import parse_json
 from backend.training import early
-from backend.training.aside import begins_anew, files_named, put_back, set_aside, set_results_aside, told
+from backend.training.aside import begins_anew, files_named, made_something, put_back, set_aside, set_results_aside, told
 from backend.training.reporter import Reporter
 
 OBJECTIVE = ("timestep_sampling", "loss_weighting", "max_grad_norm")
@@ -207,18 +207,6 @@ def _results_aside(config: TrainingConfig, folder: Path) -> dict[Path, Path]:
         if not any((folder / "checkpoints").glob("step-*/state.json"))
         else {}
     )
-
-
-def made_something(folder: Path) -> bool:
-    """Whether a run in `folder` made a step or saved anything."""
-    from backend.schema.messages import from_line
-
-    if (folder / "checkpoints").exists() or not (folder / "events.jsonl").exists():
-        return True  # what is not of a run is not to be judged
-    with (folder / "events.jsonl").open(encoding="utf-8", errors="replace") as lines:
-        return any(
-            event is not None and event.event in ("step", "saved", "checkpoint") for event in map(from_line, lines)
-        )
 
 
 def _process_text(argv: list[str], folder: Path) -> str:

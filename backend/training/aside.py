@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from backend.schema.messages import from_line
 from backend.schema.training import TrainingConfig
 from backend.training.files import sync
 
@@ -39,11 +40,19 @@ def files_named(config: TrainingConfig) -> set[Path]:
     return {Path(text).absolute() for text in said if text and text.endswith((".safetensors", ".pt", ".bin"))}
 
 
+def made_something(folder: Path) -> bool:
+    """Whether a run in `folder` made a step or saved anything."""
+    if (folder / "checkpoints").exists() or not (folder / "events.jsonl").exists():
+        return True  # what is not of a run is not to be judged
+    with (folder / "events.jsonl").open(encoding="utf-8", errors="replace") as lines:
+        return any(
+            event is not None and event.event in ("step", "saved", "checkpoint") for event in map(from_line, lines)
+        )
+
+
 def set_aside(folder: Path, *, named: Iterable[Path] = ()) -> Aside:
     """Gives what an older run left in `folder` other names, so that nothing of it is lost or mixed in. Of one that made and saved nothing,
     nothing is kept."""
-    from backend.training.__main__ import made_something
-
     if not made_something(folder):
         for name in ("events.jsonl", "loss.csv"):
             (folder / name).unlink(missing_ok=True)
