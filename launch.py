@@ -31,12 +31,12 @@ import time
 import webbrowser
 from pathlib import Path
 
-from backend.host.environment import ready_python
-from backend.host.isolation import SAFE, isolated
-from backend.host.token import ticket, token
-from backend.schema import access
+from backend.host.access_token import ticket, token
+from backend.host.process.environment import ready_python
+from backend.host.process.isolation import SAFE, isolated
+from backend.schema import login
 from backend.schema.messages import Trouble
-from backend.schema.places import Places
+from backend.schema.paths import Places
 
 ROOT = Path(__file__).resolve().parent
 MOST_TEST_PROCESSES = 4  # each has torch in memory
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
 
 def flags(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python launch.py", description="Starts Loft's page.", allow_abbrev=False)
-    access.add_flags(parser)
+    login.add_flags(parser)
     parser.add_argument("--port", type=int, default=7860, help="the next free one is taken if it is not free [7860]")
     parser.add_argument(
         "--data", metavar="DIR", help="folder for models, LoRAs, runs and pictures [LOFT_DATA, or here]"
@@ -97,7 +97,7 @@ def run_tests(python: str, arguments: list[str]) -> int:
 
 def serve(options: argparse.Namespace) -> int:
     """Starts the studio and stays with it until it ends or is asked to; nothing that was started is left behind."""
-    logins = access.check(options)
+    logins = login.check(options)
     data = Path(options.data or os.environ.get("LOFT_DATA") or ROOT).expanduser().resolve()
     try:
         data.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def serve(options: argparse.Namespace) -> int:
         raise Trouble("bad_folder", f"The data folder {data} cannot be made: {error.strerror}.") from None
     python = ready_python(ROOT / "requirements.txt")
     port = free_port(options.host, options.port)
-    words = [*access.flags_for_studio(options), "--port", str(port), "--data", str(data)]
+    words = [*login.flags_for_studio(options), "--port", str(port), "--data", str(data)]
     words += ["--auth-from-stdin"] if logins else []
     secret = "" if options.no_token else token(Places(data))
     shown = "" if logins else secret
@@ -147,7 +147,7 @@ def start_studio(argv: list[str], data: Path, logins: list[tuple[str, str]]) -> 
     child = subprocess.Popen(argv, cwd=ROOT, env=env, stdin=subprocess.PIPE, **apart)
     if logins:
         with contextlib.suppress(OSError):  # it is gone already, and `watch` says so
-            child.stdin.write(access.logins_line(logins))
+            child.stdin.write(login.logins_line(logins))
             child.stdin.flush()
     return child
 
@@ -181,7 +181,7 @@ def kill(child: subprocess.Popen) -> None:
 
 def sweep(python: str, data: Path) -> int:
     """Ends a worker or runs that the studio could not end itself. Returns 1 where it cannot either, else 0."""
-    argv = [python, *SAFE, "-m", "backend.host.ending", str(data)]
+    argv = [python, *SAFE, "-m", "backend.host.shutdown", str(data)]
     done = subprocess.run(argv, cwd=ROOT, env=isolated(os.environ, data=data), stdin=subprocess.DEVNULL)
     return 1 if done.returncode else 0
 
@@ -193,15 +193,15 @@ def greet(
 
     The browser gets an address that opens the page once: what it is started with can be seen in the list of processes.
     """
-    while not answers(access.reachable(options.host).strip("[]"), port):
+    while not answers(login.reachable(options.host).strip("[]"), port):
         if child.poll() is not None:
             return
         time.sleep(0.1)
     answered.set()
     behind = f", for the proxy that serves it under {options.root_path}" if options.root_path else ""
-    print(f"\nLoft is at {access.address(options.host, port, secret)}{behind}   (Ctrl-C ends it)\n", flush=True)
+    print(f"\nLoft is at {login.address(options.host, port, secret)}{behind}   (Ctrl-C ends it)\n", flush=True)
     if not options.no_browser and not behind and has_screen():
-        webbrowser.open(access.address(options.host, port, secret and ticket(secret)))
+        webbrowser.open(login.address(options.host, port, secret and ticket(secret)))
 
 
 def answers(host: str, port: int) -> bool:

@@ -17,7 +17,7 @@ if __name__ == "__main__":
 
     from pathlib import Path
 
-    from backend.host.isolation import isolated
+    from backend.host.process.isolation import isolated
 
     os.environ.setdefault("LOFT_DATA", str(Path.cwd()))
     os.environ.update(isolated(os.environ, data=Path(os.environ["LOFT_DATA"])))  # for a restart by name

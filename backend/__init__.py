@@ -1,3 +1,6 @@
-"""Loft's backend: the engine, the trainer, and what plans, starts and watches them."""
+"""The engine room of Loft: everything but the page.
+
+Packages: catalog, commands, dataset, engine, families, host, images, planner, schema, system, training.
+"""
 
 __version__ = "0.1.0"

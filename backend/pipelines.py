@@ -22,15 +22,17 @@ import torch
 from PIL import Image
 
 from backend import families
-from backend.catalog import beside
-from backend.engine import api_values, diffsynth_words, faster, memory
-from backend.engine.model_config import ModelConfig, check_one, identify, tell_idle_limit
-from backend.engine.pipeline import Pipeline
-from backend.engine.preview import Step
-from backend.engine.state_files import load_state_dict as load_state_dict
-from backend.schema.knobs import from_values
+from backend.catalog.models import model_folder
+from backend.engine.acceleration import apply
+from backend.engine.api import arguments, diffsynth_arguments
+from backend.engine.api.load_state_dict import load_state_dict as load_state_dict
+from backend.engine.api.model_config import ModelConfig, check_one, identify, tell_idle_limit
+from backend.engine.devices import device_memory
+from backend.engine.pipeline.latent_preview import Step
+from backend.engine.pipeline.pipeline import Pipeline
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest, LoraReceipt
+from backend.schema.settings import from_values
 
 
 class ImagePipeline:
@@ -42,7 +44,7 @@ class ImagePipeline:
 
     def __init__(self, pipeline: Pipeline):
         self.pipeline = pipeline
-        self.defaults = beside.request_defaults(pipeline.spec, self.family, usual=self.usual)
+        self.defaults = model_folder.request_defaults(pipeline.spec, self.family, usual=self.usual)
         self.compile = False  # the transformer's repeated block, from the next picture on
 
     @classmethod
@@ -65,12 +67,12 @@ class ImagePipeline:
         computing device for the *preparing* state; None is no limit, 0 prepares nothing. `compile`: the transformer's repeated block, at its
         first step. `fp8_products`: the transformer is stored in FP8 and multiplies in FP8; faster and less exact.
         """
-        diffsynth_words.refuse(others, {}, api_values.words_of(cls.from_pretrained), what="from_pretrained")
-        api_values.check_switches(compile=compile, fp8_products=fp8_products)
-        faster.check(memory.check_device(str(device)), compile=compile, fp8_products=fp8_products)
+        diffsynth_arguments.refuse(others, {}, arguments.words_of(cls.from_pretrained), what="from_pretrained")
+        arguments.check_switches(compile=compile, fp8_products=fp8_products)
+        apply.check(device_memory.check_device(str(device)), compile=compile, fp8_products=fp8_products)
         known = (cls.family,) if hasattr(cls, "family") else families.FAMILIES
-        api_values.check_dtype(torch_dtype)
-        limit = api_values.limit_bytes(vram_limit)
+        arguments.check_dtype(torch_dtype)
+        limit = arguments.limit_bytes(vram_limit)
         spec, configs = identify(model_configs, known, lambda family: _pipeline_of(family).__name__)
         if not hasattr(cls, "family"):
             cls = _pipeline_of(spec.family)
@@ -82,7 +84,7 @@ class ImagePipeline:
         if processor_config is not None:
             folder = processor_config.folder()
             spec = replace(spec, processor=folder, tokenizer=spec.tokenizer or folder)
-        with api_values.shortage_in_words("loading", device):
+        with arguments.shortage_in_words("loading", device):
             pipeline = Pipeline(
                 spec,
                 dtype=torch_dtype,
@@ -139,10 +141,10 @@ class ImagePipeline:
         """
         if others.get("zero_cond_t") is True and getattr(getattr(self.dit, "config", None), "zero_cond_t", False):
             del others["zero_cond_t"]  # as the model's own configuration says
-        diffsynth_words.refuse(
-            others, diffsynth_words.CALL, api_values.words_of(ImagePipeline.__call__), what="A picture"
+        diffsynth_arguments.refuse(
+            others, diffsynth_arguments.CALL, arguments.words_of(ImagePipeline.__call__), what="A picture"
         )
-        api_values.check_call(
+        arguments.check_call(
             input_image=input_image,
             tiled=tiled,
             tile_size=tile_size,
@@ -151,13 +153,13 @@ class ImagePipeline:
             bar=progress_bar_cmd,
         )
         asked = {"guidance": cfg_scale, "height": height, "width": width, "num_inference_steps": num_inference_steps}
-        edited = api_values.pictures_of(edit_image)
+        edited = arguments.pictures_of(edit_image)
         values = {
             **self.defaults,
             **self._size_of(edited),
             **{name: value for name, value in asked.items() if value is not None},
         }
-        rounded = api_values.round_up(values, multiple=self.family.SIZES.multiple)
+        rounded = arguments.round_up(values, multiple=self.family.SIZES.multiple)
         values |= {
             "prompt": prompt,
             "negative_prompt": negative_prompt,
@@ -173,11 +175,11 @@ class ImagePipeline:
         for note in rounded:
             self.pipeline.notes.append(note)
             warnings.warn(note, stacklevel=2)
-        source = api_values.picture_of(input_image) if isinstance(input_image, Image.Image) else None
-        tiles = diffsynth_words.tiles(tile_size, tile_stride) if tiled and (tile_size or tile_stride) else tiled
+        source = arguments.picture_of(input_image) if isinstance(input_image, Image.Image) else None
+        tiles = diffsynth_arguments.tiles(tile_size, tile_stride) if tiled and (tile_size or tile_stride) else tiled
         noise = None if str(rand_device) == "cpu" else self._noise(request, rand_device)
-        bar = api_values.Progress(progress_bar_cmd, request.num_inference_steps, on_step)
-        with api_values.shortage_in_words("drawing", self.pipeline.device), bar as step:
+        bar = arguments.Progress(progress_bar_cmd, request.num_inference_steps, on_step)
+        with arguments.shortage_in_words("drawing", self.pipeline.device), bar as step:
             return next(
                 self.pipeline.draw(request, source=source, edited=edited, on_step=step, tiled=tiles, noise=noise)
             )
@@ -192,7 +194,7 @@ class ImagePipeline:
         return {"width": width, "height": height}
 
     def _noise(self, request: GenerationRequest, device: str | torch.device) -> torch.Tensor:
-        device = memory.check_device(str(device))
+        device = device_memory.check_device(str(device))
         generator = torch.Generator(device).manual_seed(request.seed)
         shape = (1, *self.family.latent_shape(request.width, request.height))
         return torch.randn(shape, generator=generator, device=device)
@@ -217,7 +219,7 @@ class ImagePipeline:
         if not isinstance(source, str | Path | dict):
             given = "nothing" if source is None else f"{source!r:.80}"
             raise Trouble("bad_value", f"load_lora needs a file or a state dict, and was given {given}.")
-        with api_values.shortage_in_words("adding a LoRA", self.pipeline.device):
+        with arguments.shortage_in_words("adding a LoRA", self.pipeline.device):
             receipt = self.pipeline.add_lora(self._part_of(module), source, strength=alpha, hot=hotload)
         if verbose:
             print(f"{receipt.name}: {receipt.layers_applied} of {receipt.layers_found} layers, {receipt.mode}")
@@ -249,8 +251,10 @@ class ImagePipeline:
     def compile_pipeline(self, **options) -> None:
         """As `from_pretrained(compile=True)`, later: the repeated block is compiled at the next picture. Takes DiffSynth's options at the
         values that are true of it."""
-        diffsynth_words.refuse(options, diffsynth_words.COMPILE, diffsynth_words.COMPILE, what="compile_pipeline")
-        faster.check(self.pipeline.device, compile=True, fp8_products=False)
+        diffsynth_arguments.refuse(
+            options, diffsynth_arguments.COMPILE, diffsynth_arguments.COMPILE, what="compile_pipeline"
+        )
+        apply.check(self.pipeline.device, compile=True, fp8_products=False)
         self.compile = True
 
     def enable_vram_management(self, **_) -> None:
@@ -323,7 +327,7 @@ class QuantizeConfig:
     """DiffSynth-Studio's setting of the same name, which is not carried out: raises Trouble with what to do instead."""
 
     def __init__(self, *_, **__):
-        diffsynth_words.refuse({"quantize": self}, diffsynth_words.CONFIG, (), what="ModelConfig")
+        diffsynth_arguments.refuse({"quantize": self}, diffsynth_arguments.CONFIG, (), what="ModelConfig")
 
 
 def _pipeline_of(family: str) -> type[ImagePipeline]:

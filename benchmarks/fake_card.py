@@ -3,7 +3,7 @@
 The code that runs on it is the very code that runs on a card: its devices are called `cuda`, its copies are made on streams, its backward passes by
 torch's autograd. torch's fake tensors are the sizes; for their backward passes torch wants a device that a build without CUDA has not, and gets one from
 a page of C++ whose streams and events do nothing (compiled when asked for, some seconds). Attention and `rms_norm` are put in the shapes of
-CUDA's kernels (`backend.engine.tape`). Nothing overlaps: what two streams would hold at the same time is held one after the other.
+CUDA's kernels (`backend.engine.tracing.allocation_recorder`). Nothing overlaps: what two streams would hold at the same time is held one after the other.
 
 `appear` comes before the first import of torch.
 """
@@ -116,7 +116,7 @@ class Bytes:
         self._known: dict[int, tuple[weakref.ref, int]] = {}
 
     def made(self, storage) -> None:
-        from backend.engine.tape import rounded
+        from backend.engine.tracing.allocation_recorder import rounded
 
         key = storage._cdata
         if key not in self._known:
@@ -137,7 +137,7 @@ def card() -> Iterator[Bytes]:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves, tree_map_only
 
-    from backend.engine import tape
+    from backend.engine.tracing import allocation_recorder
 
     counted, sizes = Bytes(), FakeTensorMode(allow_non_fake_inputs=True)
     scalar = torch.ops.aten._local_scalar_dense.default
@@ -170,7 +170,7 @@ def card() -> Iterator[Bytes]:
         counted.made(tensor.untyped_storage())
         return tensor
 
-    with _runtime(torch, counted, FakeTensor), tape._as_on_cuda(tape.Tape()), Device():
+    with _runtime(torch, counted, FakeTensor), allocation_recorder._as_on_cuda(allocation_recorder.Tape()), Device():
         yield counted
 
 

@@ -18,10 +18,11 @@ import numpy
 import torch
 
 from backend import families
-from backend.catalog import download
-from backend.catalog.identify import identify_model
-from backend.engine import compiled, memory
-from backend.engine.pipeline import Pipeline
+from backend.catalog.hub import download
+from backend.catalog.models.identify import identify_model
+from backend.engine.acceleration import compile_blocks
+from backend.engine.devices import device_memory
+from backend.engine.pipeline.pipeline import Pipeline
 from backend.schema.request import GenerationRequest
 
 PROMPTS = ("a red apple", "a green frog", "two yellow cups", "a blue car")
@@ -81,7 +82,7 @@ def compiles(bench: Bench) -> None:
     from torch._inductor.compile_fx import compile_fx
 
     graphs = []
-    compiled.BACKEND = lambda graph, inputs: (graphs.append(graph), compile_fx(graph, inputs))[1]
+    compile_blocks.BACKEND = lambda graph, inputs: (graphs.append(graph), compile_fx(graph, inputs))[1]
     request = GenerationRequest(num_inference_steps=12)
     began = time.monotonic()
     bench.draw(replace(request, num_inference_steps=1), compile=True)
@@ -106,7 +107,7 @@ def multiplied(model: str) -> None:
 
 
 def main() -> None:
-    memory.set_threads(1)
+    device_memory.set_threads(1)
     model = sys.argv[1] if len(sys.argv) > 1 else "loft/starter"
     bench = Bench(model)
     bench.draw(GenerationRequest(num_inference_steps=1))

@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from backend.schema.places import ASSETS
+from backend.schema.paths import ASSETS
 
 MIB = 2**20
 WORDS = [
@@ -154,9 +154,9 @@ def request_values(draw: random.Random) -> dict:
 
 def traced(spec, missing: dict, folder: Path) -> None:
     """What the tracer does for the page, here and now."""
-    from backend.catalog.sizes import sizes_of
-    from backend.engine import answers, trace
-    from backend.host.tracing import _digest
+    from backend.engine.tracing import server, trace
+    from backend.host.background_estimates import _digest
+    from backend.planner.costs.model_sizes import sizes_of
 
     folder.mkdir(parents=True, exist_ok=True)
     known = sizes_of(spec, folder=folder)
@@ -169,7 +169,7 @@ def traced(spec, missing: dict, folder: Path) -> None:
             "wants": wants,
             "shipped": bool(known.parts[name].table) and not file.exists(),
         }
-        answers.answer(file, asked, trace.published()["networks"])
+        server.answer(file, asked, trace.published()["networks"])
 
 
 def of_run(spec, flags: list[str], data: Path, *, guess: bool) -> tuple[dict, dict, dict]:
@@ -177,35 +177,35 @@ def of_run(spec, flags: list[str], data: Path, *, guess: bool) -> tuple[dict, di
     import torch
     from accelerate.state import AcceleratorState
 
-    from backend.catalog import foresee, page
-    from backend.catalog.plan import fixed_of
-    from backend.catalog.sizes import sizes_of
-    from backend.engine import memory
+    from backend.dataset.look_ahead import look_ahead
+    from backend.engine.devices import device_memory
     from backend.families import by_name
-    from backend.schema.knobs import from_flags
-    from backend.schema.training import TrainingConfig
+    from backend.planner import page_estimate, predict_peak
+    from backend.planner.costs.model_sizes import sizes_of
+    from backend.planner.plan import fixed_of
+    from backend.schema.settings import from_flags
+    from backend.schema.training.config import TrainingConfig
     from backend.training.__main__ import main
-    from backend.training.ahead import look_ahead
 
     config, tables, card = (
         from_flags(TrainingConfig, flags),
         data / "user" / "memory",
-        memory.probe(torch.device("cpu")),
+        device_memory.probe(torch.device("cpu")),
     )
     family = by_name(spec.family)
     sizes = sizes_of(spec, folder=tables)
     known = look_ahead(config, sizes, family).known
     if not guess:
-        estimate = page.estimate_for_page(spec, card, config, user=data / "user", known=known)
+        estimate = page_estimate.estimate_for_page(spec, card, config, user=data / "user", known=known)
         own = {
             name: names
-            for name, names in page.missing_of(
+            for name, names in page_estimate.missing_of(
                 estimate.plan.__class__(**{**estimate.plan.__dict__, "settings": {}}), sizes, card, config, known
             ).items()
         }
         traced(spec, own, tables)
         sizes = sizes_of(spec, folder=tables)
-    before = foresee.run_bytes(config, sizes, fixed_of(card), **known)
+    before = predict_peak.run_bytes(config, sizes, fixed_of(card), **known)
     (data / "user" / "measured.json").unlink(missing_ok=True)  # what earlier jobs taught
     AcceleratorState._reset_state(reset_partial_state=True)
     with contextlib.redirect_stdout(sys.stderr):
@@ -221,25 +221,26 @@ def of_run(spec, flags: list[str], data: Path, *, guess: bool) -> tuple[dict, di
 def of_request(spec, values: dict, data: Path, *, guess: bool) -> tuple[dict, dict, dict]:
     import torch
 
-    from backend.catalog import page
-    from backend.catalog.sizes import sizes_of
-    from backend.engine import live, memory
-    from backend.engine.pipeline import Pipeline
-    from backend.schema.knobs import from_values
+    from backend.engine.devices import device_memory
+    from backend.engine.pipeline.pipeline import Pipeline
+    from backend.engine.tracing import live_tensors
+    from backend.planner import page_estimate
+    from backend.planner.costs.model_sizes import sizes_of
     from backend.schema.request import GenerationRequest
+    from backend.schema.settings import from_values
 
     request, tables, card = (
         from_values(GenerationRequest, values),
         data / "user" / "memory",
-        memory.probe(torch.device("cpu")),
+        device_memory.probe(torch.device("cpu")),
     )
-    estimate = page.estimate_for_page(spec, card, request, user=data / "user")
+    estimate = page_estimate.estimate_for_page(spec, card, request, user=data / "user")
     if not guess:
         traced(spec, estimate.missing, tables)
-        estimate = page.estimate_for_page(sizes_of(spec, folder=tables), card, request, user=data / "user")
+        estimate = page_estimate.estimate_for_page(sizes_of(spec, folder=tables), card, request, user=data / "user")
     before = {phase.name: phase.live_bytes for phase in estimate.plan.phases}
     pipeline = Pipeline(spec, dtype=torch.bfloat16, device="cpu")
-    with live.measuring(pipeline) as measure:
+    with live_tensors.measuring(pipeline) as measure:
         pipeline.generate(request)
     return before, before, {name: value for name, value in measure.by_phase.items() if name in before}
 
@@ -256,7 +257,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder)
         os.environ["LOFT_DATA"] = folder
-        from backend.catalog.identify import identify_model
+        from backend.catalog.models.identify import identify_model
         from backend.families import FAMILIES
 
         models = [

@@ -90,7 +90,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def part_of(folder: Path, quick: bool, layers: int = 3):
-    from backend.catalog.read_header import read_header
+    from backend.catalog.formats.read import read_header
     from backend.catalog.spec import PartSpec
 
     tensors = {key: at for path in files_of(folder) for key, at in read_header(path).tensors.items()}

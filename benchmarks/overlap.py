@@ -70,7 +70,7 @@ def seconds_of(work: Callable[[], object], times: int = 1) -> float:
 
 
 def _loft(folder: Path, quick: bool, brake: Brake):
-    from backend.engine.stream import Reader
+    from backend.engine.loading.disk_reader import Reader
 
     class Slow(Reader):
         def read(self, spans, buffer) -> None:

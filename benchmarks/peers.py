@@ -45,7 +45,7 @@ def _step(module, side: int = 32) -> Callable[[], object]:
 
 
 def _loft_load(folder: Path, quick: bool):
-    from backend.engine import load
+    from backend.engine.loading import load
 
     return load.load_part(part_of(folder, quick))
 
@@ -54,8 +54,9 @@ def loft_placed(folder: Path, quick: bool, settings: dict, **options):
     """A module on meta, placed as `settings` say, and ready to be called."""
     import torch
 
-    from backend.engine import load, placement
-    from backend.schema.vram import VramConfig
+    from backend.engine.loading import load
+    from backend.engine.offload import placement
+    from backend.schema.memory_plan import VramConfig
 
     part = part_of(folder, quick)
     module = load.build_meta(part)
@@ -65,7 +66,7 @@ def loft_placed(folder: Path, quick: bool, settings: dict, **options):
 
 def _adapters(folder: Path, quick: bool):
     from backend import families
-    from backend.engine import lora
+    from backend.engine.lora import adapters as lora
 
     module = _loft_load(folder, quick)
     return module, lora.Adapters(
@@ -88,9 +89,9 @@ def _loft_fuse(folder: Path, quick: bool, file: Path):
 def _loft_everything(folder: Path, quick: bool):
     import torch
 
-    from backend.engine import load
-    from backend.engine.stream import Reader, allocate
-    from backend.engine.units import find_units
+    from backend.engine.loading import load
+    from backend.engine.loading.disk_reader import Reader, allocate
+    from backend.engine.offload.blocks import find_units
 
     part = part_of(folder, quick)
     units = find_units(load.build_meta(part), part, torch.bfloat16)
@@ -238,7 +239,7 @@ def _diffsynth_everything(folder: Path, quick: bool):
 PEERS = {
     "Loft": Peer(
         imports="from backend.pipelines import QwenImagePipeline",
-        networks="from backend.engine.load import find_class\nfrom backend.families import qwen_image\n"
+        networks="from backend.engine.loading.load import find_class\nfrom backend.families import qwen_image\n"
         "[find_class(part.network) for part in qwen_image.PARTS.values()]",
         load=_loft_load,
         placed=lambda folder, quick, what: loft_placed(folder, quick, {"disk": DISK, "fp8": FP8}[what]),

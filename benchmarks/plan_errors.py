@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from backend.catalog.sizes import published
-from backend.engine import stages, tape
-from backend.schema.places import ASSETS
+from backend.engine.tracing import allocation_recorder, forward_calls
+from backend.planner.costs.model_sizes import published
+from backend.schema.paths import ASSETS
 
 LIMIT = 0.02
 POINT = {"h": 32, "w": 48, "n": 384, "t": 96, "b": 1, "f": 3}
@@ -74,7 +74,7 @@ DECODERS = {"AutoencoderKLQwenImage": {}, "AutoencoderKLWan": {}, "AutoencoderKL
 def cases(tiny: bool):
     """(kind, package, config, phase) of every row."""
     if tiny:
-        from tests.engine import test_trace as small
+        from tests.engine.tracing import test_trace as small
 
         denoisers, encoders, decoders = small.DENOISERS, small.ENCODERS, small.DECODERS
     else:
@@ -93,18 +93,18 @@ def cases(tiny: bool):
 
 def made(kind: str, package: str, config: dict, phase: str):
     """(module, work, whether it trains)"""
-    module = stages.build(f"{package}:{kind}", config, torch.float32)
+    module = forward_calls.build(f"{package}:{kind}", config, torch.float32)
     if phase.startswith("step"):
-        stages.add_lora(module, published()["networks"][kind]["lora"]["all"], 16, torch.float32)
+        forward_calls.add_lora(module, published()["networks"][kind]["lora"]["all"], 16, torch.float32)
         module.train()
         if phase.endswith("checkpointed"):
             module.enable_gradient_checkpointing()
-        return module, stages.train_step(module, POINT, torch.float32), True
+        return module, forward_calls.train_step(module, POINT, torch.float32), True
     call = {
-        "denoise": stages.velocity,
-        "text": stages.encode_text,
-        "decode": stages.decode,
-        "encode": stages.encode_image,
+        "denoise": forward_calls.velocity,
+        "text": forward_calls.encode_text,
+        "decode": forward_calls.decode,
+        "encode": forward_calls.encode_image,
     }[phase]
     point = {"t": 224, "b": 2} if phase == "text" else POINT
     return module, lambda _: call(module, point, torch.float32), False
@@ -112,17 +112,17 @@ def made(kind: str, package: str, config: dict, phase: str):
 
 def peaks(kind: str, package: str, config: dict, phase: str) -> tuple[int, int, int]:
     """(parameters, predicted, measured) bytes beside the weights."""
-    with tape.fakes():
+    with allocation_recorder.fakes():
         module, work, trains = made(kind, package, config, phase)
         count = sum(weight.numel() for weight in module.parameters())
-        predicted = tape.peak(stages.trace(module, work, grad=trains))
+        predicted = allocation_recorder.peak(forward_calls.trace(module, work, grad=trains))
     module, work, trains = made(kind, package, config, phase)
     with torch.set_grad_enabled(trains):
         for _ in range(2):  # the first fills tables that modules keep
-            measured = tape.record(work, weights=stages.resident(module), fake=False)
+            measured = allocation_recorder.record(work, weights=forward_calls.resident(module), fake=False)
     del module, work
     gc.collect()
-    return count, predicted, tape.peak(measured)
+    return count, predicted, allocation_recorder.peak(measured)
 
 
 def runs() -> Iterator[tuple[str, str, int, int]]:

@@ -152,12 +152,12 @@ def casting(folder: Path, quick: bool, who: str) -> None:
     """FP8 to bfloat16 on the CPU: torch's own cast and ours, of 16 M numbers."""
     import torch
 
-    from backend.engine import quantize
+    from backend.engine.loading import fp8_storage
 
     torch.set_num_threads(1)
     codes = torch.randint(0, 120, (1 << 24,), dtype=torch.uint8).view(torch.float8_e4m3fn)
     out = torch.empty(codes.shape, dtype=torch.bfloat16)
-    works = {"torch": lambda: out.copy_(codes), "Loft": lambda: quantize.cast(codes, out, special=False)}
+    works = {"torch": lambda: out.copy_(codes), "Loft": lambda: fp8_storage.cast(codes, out, special=False)}
     found = {name: codes.numel() / 1e6 / value for name, value in medians(works, rounds=7).items()}
     row("FP8 -> bf16, million numbers a second", "-", f"{found['torch']:.0f}, torch's own", Loft=found["Loft"])
 
@@ -176,7 +176,7 @@ def fp8_memory(folder: Path, quick: bool, who: str) -> None:
     elif who == "diffusers":
         from diffusers import QwenImageTransformer2DModel  # noqa: F401
     else:
-        from backend.engine import load
+        from backend.engine.loading import load
 
         load.build_meta(part_of(folder, quick))
     before, mapped = private_rss(), rss()

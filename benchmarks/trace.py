@@ -75,7 +75,8 @@ def draw_three(folder: Path, quick: bool, who: str) -> None:
     """One configuration: what the process holds, sampled all the while, goes to `trace.json` in `folder`."""
     import torch
 
-    from backend.engine import load, memory
+    from backend.engine.devices import device_memory
+    from backend.engine.loading import load
     from backend.families import qwen_image
     from backend.pipelines import ModelConfig, QwenImagePipeline
 
@@ -83,7 +84,7 @@ def draw_three(folder: Path, quick: bool, who: str) -> None:
     encoder, transformer = _text_encoder(folder), _model(folder, quick, who)
     for part in qwen_image.PARTS.values():  # imports count before, not as the model's
         load.find_class(part.network)
-    memory.give_back("cpu")
+    device_memory.give_back("cpu")
     began, samples, marks, over = time.perf_counter(), [], [], threading.Event()
 
     def look() -> tuple[int, int]:
@@ -115,7 +116,7 @@ def draw_three(folder: Path, quick: bool, who: str) -> None:
     drawn = mark("unload")
     del pipe
     gc.collect()
-    memory.give_back("cpu")
+    device_memory.give_back("cpu")
     after = look()
     time.sleep(0.3)
     over.set()

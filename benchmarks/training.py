@@ -53,9 +53,9 @@ def make_run(folder: Path, *flags: str):
     import torch
     from accelerate import Accelerator
 
-    from backend.schema.knobs import from_flags
-    from backend.schema.training import TrainingConfig
-    from backend.training.reporter import Reporter
+    from backend.schema.settings import from_flags
+    from backend.schema.training.config import TrainingConfig
+    from backend.training.checkpoint.reporter import Reporter
     from backend.training.setup import set_up
 
     torch.set_num_threads(1)
@@ -105,7 +105,7 @@ def pause() -> None:
 def _saves(run, rounds: int) -> list[tuple[float, float, float]]:
     """Seconds of a step, of a save and of the five steps beside its writing, `rounds` times."""
     from backend.training import loop
-    from backend.training.saving import save
+    from backend.training.run.save import save
 
     batch = loop._epochs(run)(0)[0]
     for _ in range(2):
@@ -141,9 +141,9 @@ def index(count: int = 10_000) -> None:
     """Reading a folder of pictures: sizes, captions, hashes and buckets."""
     from PIL import Image
 
-    from backend.schema.training import DatasetSection
-    from backend.training.batches import size_of
-    from backend.training.dataset import read_dataset
+    from backend.dataset.bucket_sampler import size_of
+    from backend.dataset.dataset import read_dataset
+    from backend.schema.training.config import DatasetSection
 
     with tempfile.TemporaryDirectory() as folder:
         pictures = Path(folder) / "set"

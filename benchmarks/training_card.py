@@ -64,10 +64,10 @@ def measure(folder: Path, flags: list[str]) -> dict[str, int]:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState, PartialState
 
-        from backend.schema.knobs import from_flags
-        from backend.schema.training import TrainingConfig
+        from backend.schema.settings import from_flags
+        from backend.schema.training.config import TrainingConfig
         from backend.training import loop
-        from backend.training.reporter import Reporter
+        from backend.training.checkpoint.reporter import Reporter
         from backend.training.setup import set_up
 
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -92,9 +92,9 @@ def measure(folder: Path, flags: list[str]) -> dict[str, int]:
 
 def planned(config, spec, folder: Path, **known) -> int:
     """Bytes alive in a step, by the plan's arithmetic; `known`: what the run has found out."""
-    from backend.catalog.estimate import Fixed
-    from backend.catalog.foresee import run_bytes
-    from backend.catalog.sizes import sizes_of
+    from backend.planner.costs.model_sizes import sizes_of
+    from backend.planner.costs.phase_costs import Fixed
+    from backend.planner.predict_peak import run_bytes
 
     moments = run_bytes(config, sizes_of(spec, folder=folder / "memory"), Fixed(), **known)
     return max(moments[name] for name in ("forward", "backward", "optimizer"))
@@ -102,7 +102,7 @@ def planned(config, spec, folder: Path, **known) -> int:
 
 def trace(model: Path, folder: Path) -> None:
     """The plan's table for a transformer that no shipped table knows."""
-    from backend.engine.trace import published, table, write
+    from backend.engine.tracing.trace import published, table, write
 
     said = json.loads((model / "transformer" / "config.json").read_text(encoding="utf-8"))
     config = {key: value for key, value in said.items() if not key.startswith("_")}

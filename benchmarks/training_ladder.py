@@ -127,15 +127,16 @@ def measure(folder: str, flags: list[str]) -> dict[str, float]:
     import torch
     from training import make_run
 
-    from backend.engine import memory, tape
+    from backend.engine.devices import device_memory
+    from backend.engine.tracing import allocation_recorder
     from backend.training import loop
 
     run = make_run(Path(folder), *flags)
     batch = loop._epochs(run)(0)[0]
     for _ in range(2):
         loop.one_step(run, [[batch]])
-    memory.give_back("cpu")
-    watched = memory.Peak("cpu")
+    device_memory.give_back("cpu")
+    watched = device_memory.Peak("cpu")
     seconds = -time.process_time()
     for _ in range(2):
         loop.one_step(run, [[batch]])
@@ -144,17 +145,23 @@ def measure(folder: str, flags: list[str]) -> dict[str, float]:
     known = [
         thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)
     ]  # what was there before the step is not counted
-    recorded = tape.record(lambda _: loop.one_step(run, [[batch]]), weights=known, fake=False)
+    recorded = allocation_recorder.record(lambda _: loop.one_step(run, [[batch]]), weights=known, fake=False)
     weights = sum(_held(module) for module in run.learner.parts.values())
     states = sum(_bytes(optimizer.state_dict()["state"]) for optimizer in run.optimizers)
     beside = sum(copy.nbytes for copy in run.beside.copies.values()) if run.beside else 0
     away = (states + beside, 0) if run.beside else (0, states)  # in RAM, though here that is where everything is
-    return {"weights": weights, "optimizer": away[1], "adds": tape.peak(recorded), "rss": rss, "seconds": seconds / 2}
+    return {
+        "weights": weights,
+        "optimizer": away[1],
+        "adds": allocation_recorder.peak(recorded),
+        "rss": rss,
+        "seconds": seconds / 2,
+    }
 
 
 def _held(module) -> int:
     """Bytes of a part's weights: of a placed one those that wait or stay and its buffers, which the step's own tensors do not count."""
-    from backend.engine import placement
+    from backend.engine.offload import placement
 
     placed = placement.of(module)
     if placed is None:
@@ -171,7 +178,7 @@ def _factors(module) -> list:
 
 
 def _bytes(value) -> int:
-    from backend.training.writer import nbytes
+    from backend.training.checkpoint.async_writer import nbytes
 
     return nbytes(value)
 

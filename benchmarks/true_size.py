@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from backend.schema.places import ASSETS
+from backend.schema.paths import ASSETS
 
 MIB = 2**20
 FILES = {
@@ -91,16 +91,17 @@ def draw(spec, data: Path) -> tuple[dict, dict]:
     """(predicted, measured) of a picture; weights stay in their files until they are needed."""
     import torch
 
-    from backend.catalog import foresee
-    from backend.catalog.plan import fixed_of, plan, work_of
-    from backend.catalog.sizes import sizes_of
-    from backend.engine import live, memory
-    from backend.engine.pipeline import Pipeline
-    from backend.engine.planning import Placing
+    from backend.engine.devices import device_memory
+    from backend.engine.pipeline.pipeline import Pipeline
+    from backend.engine.tracing import live_tensors
+    from backend.engine.worker.loaded_plan import Placing
+    from backend.planner import predict_peak
+    from backend.planner.costs.model_sizes import sizes_of
+    from backend.planner.plan import fixed_of, plan, work_of
     from backend.schema.request import GenerationRequest
 
     card, request = (
-        memory.probe(torch.device("cpu")),
+        device_memory.probe(torch.device("cpu")),
         GenerationRequest(prompt="a red apple", width=256, height=256, num_inference_steps=2, guidance=1.0),
     )
     card = card.__class__(
@@ -115,13 +116,13 @@ def draw(spec, data: Path) -> tuple[dict, dict]:
     sizes = sizes_of(spec, folder=data / "user" / "memory")
     found = plan(sizes, card, request)
     print(f"plan: {found.verdict}, {[step.rung for step in found.steps]}", file=sys.stderr)
-    predicted = foresee.live_bytes(found, sizes, work_of(request, sizes, card)[0], fixed_of(card))
+    predicted = predict_peak.live_bytes(found, sizes, work_of(request, sizes, card)[0], fixed_of(card))
     placing = Placing.of(found, request)
     pipeline = Pipeline(
         spec, dtype=torch.bfloat16, device="cpu", configs=placing.configs, vram_limit_bytes=placing.vram_limit_bytes,
         resident_blocks=placing.resident_blocks, tiled_vae=placing.tiled_vae, halves_apart=placing.halves_apart,
     )  # fmt: skip
-    with live.measuring(pipeline) as peak:
+    with live_tensors.measuring(pipeline) as peak:
         pipeline.generate(request)
     return predicted, dict(peak.by_phase)
 
@@ -131,16 +132,16 @@ def train(spec, model: Path, data: Path, flags: list[str]) -> tuple[dict, dict]:
     import torch
     from PIL import Image
 
-    from backend.catalog import needed
-    from backend.catalog.estimate import point_of
-    from backend.catalog.plan import work_of
-    from backend.catalog.sizes import sizes_of
-    from backend.engine import memory
+    from backend.dataset.look_ahead import look_ahead
+    from backend.engine.devices import device_memory
     from backend.families import by_name
-    from backend.schema.knobs import from_flags
-    from backend.schema.training import TrainingConfig
+    from backend.planner.costs import required_traces
+    from backend.planner.costs.model_sizes import sizes_of
+    from backend.planner.costs.phase_costs import point_of
+    from backend.planner.plan import work_of
+    from backend.schema.settings import from_flags
+    from backend.schema.training.config import TrainingConfig
     from backend.training.__main__ import main
-    from backend.training.ahead import look_ahead
     from benchmarks.foresight import traced
 
     (data / "pictures").mkdir()
@@ -153,12 +154,12 @@ def train(spec, model: Path, data: Path, flags: list[str]) -> tuple[dict, dict]:
     config, sizes, card = (
         from_flags(TrainingConfig, said),
         sizes_of(spec, folder=data / "user" / "memory"),
-        memory.probe(torch.device("cpu")),
+        device_memory.probe(torch.device("cpu")),
     )
     known = look_ahead(config, sizes, by_name(spec.family)).known
     work, own = work_of(config, sizes, card, known)
     traced(
-        spec, needed.missing(sizes, work, own, point_of(sizes, work), on_cpu=True), data / "user" / "memory"
+        spec, required_traces.missing(sizes, work, own, point_of(sizes, work), on_cpu=True), data / "user" / "memory"
     )  # as the page asks for it
     with contextlib.redirect_stdout(sys.stderr):
         assert main(said) == 0
@@ -178,7 +179,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=said.folder) as folder:
         data = Path(folder)
         os.environ["LOFT_DATA"] = folder
-        from backend.catalog.identify import identify_model
+        from backend.catalog.models.identify import identify_model
         from backend.families import FAMILIES
 
         model = write_model(data / "model", layers=said.layers, text_layers=said.text_layers)

@@ -18,17 +18,20 @@ import torch
 from torch.nn import functional as F
 
 from backend import families
-from backend.catalog.identify import identify_model
-from backend.engine import abilities, load, memory, native_fp8, placement
-from backend.schema import ways
-from backend.schema.places import ASSETS
-from backend.schema.vram import VramConfig
+from backend.catalog.models.identify import identify_model
+from backend.engine.acceleration import fp8_matmul
+from backend.engine.devices import capabilities, device_memory
+from backend.engine.loading import load
+from backend.engine.offload import placement
+from backend.schema import measured_choices
+from backend.schema.memory_plan import VramConfig
+from backend.schema.paths import ASSETS
 
 ROUNDS = 7
 
 
 def seconds(device: torch.device, work: Callable[[], object]) -> float:
-    module = None if memory.is_ram(device) else torch.get_device_module(device)
+    module = None if device_memory.is_ram(device) else torch.get_device_module(device)
     found = []
     for _ in range(ROUNDS):
         if module:
@@ -45,7 +48,7 @@ def both(name: str, device: torch.device, make: Callable[[str], Callable[[], obj
     """Seconds of each way, and the quicker one. `make(way)` is called while the way is chosen, and so is what it answers."""
     found, before = {}, os.environ.get("LOFT_WAYS")
     try:
-        for way in ways.CHOICES[name]:
+        for way in measured_choices.CHOICES[name]:
             os.environ["LOFT_WAYS"] = f"{name}={way}"
             with torch.no_grad():
                 found[way] = seconds(device, make(way))
@@ -56,7 +59,7 @@ def both(name: str, device: torch.device, make: Callable[[str], Callable[[], obj
 
 def guidance(device: torch.device) -> dict:
     """Attention of both halves: one padded batch with a mask, or two without."""
-    heads, tokens, width = (2, 200, 32) if memory.is_ram(device) else (24, 6989, 128)
+    heads, tokens, width = (2, 200, 32) if device_memory.is_ram(device) else (24, 6989, 128)
     q, k, v = torch.randn(3, 2, heads, tokens, width, device=device, dtype=torch.bfloat16)
     mask = torch.ones(2, 1, 1, tokens, device=device, dtype=torch.bool)
     mask[1, ..., -tokens // 30 :] = False
@@ -71,13 +74,13 @@ def guidance(device: torch.device) -> dict:
 
 
 def fp8_scales(device: torch.device) -> dict | None:
-    if abilities.why_no_fp8_products(device) and not memory.is_ram(device):
+    if capabilities.why_no_fp8_products(device) and not device_memory.is_ram(device):
         return None
-    rows, size = (64, 64) if memory.is_ram(device) else (6989, 3072)
+    rows, size = (64, 64) if device_memory.is_ram(device) else (6989, 3072)
     x = torch.randn(rows, size, device=device, dtype=torch.bfloat16)
     codes = torch.randn(4 * size, size, device=device).to(torch.float8_e4m3fn)
     factor = torch.full((1,), 0.02, device=device)
-    return both("fp8_scales", device, lambda way: lambda: native_fp8.product(x, codes, factor, by_rows=way == "rows"))
+    return both("fp8_scales", device, lambda way: lambda: fp8_matmul.product(x, codes, factor, by_rows=way == "rows"))
 
 
 def starter(part: str):
@@ -114,13 +117,13 @@ def vae(device: torch.device) -> dict:
     part, family = starter("vae"), families.by_name("qwen_image")
     module = load.load_part(part, dtype=torch.bfloat16, device=device)
     family.prepare("vae", module)
-    cells = 16 if memory.is_ram(device) else 166
+    cells = 16 if device_memory.is_ram(device) else 166
     latents = torch.randn(1, module.config.z_dim, cells, cells, device=device, dtype=torch.bfloat16)
     return both("vae", device, lambda way: lambda: family.decode({"vae": module}, latents))
 
 
 def main() -> list[dict]:
-    device = memory.check_device(sys.argv[1] if len(sys.argv) > 1 else "auto")
+    device = device_memory.check_device(sys.argv[1] if len(sys.argv) > 1 else "auto")
     found = [row for row in (guidance(device), fp8_scales(device), hooks(device), vae(device)) if row]
     for row in found:
         times = ", ".join(f"{way} {1000 * value:.2f} ms" for way, value in row["seconds"].items())

@@ -15,42 +15,34 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 import gradio as gr
 
 from backend.families import FAMILIES
-from backend.host import card, runs
-from backend.host.claim import claim, release
-from backend.host.ending import Ending, end_all
-from backend.host.engine import Engine
-from backend.host.processes import SUPERVISED
-from backend.host.token import token
-from backend.schema import access
+from backend.host.access_token import token
+from backend.host.engine.client import Engine
+from backend.host.process.data_folder_lock import claim, release
+from backend.host.process.processes import SUPERVISED
+from backend.host.runs import runs
+from backend.host.shutdown import Ending, end_all
+from backend.schema import login
+from backend.schema.json_values import text
 from backend.schema.messages import Trouble
-from backend.schema.places import places
-from backend.schema.values import text
-from studio import (
-    engine_view,
-    form,
-    gallery,
-    generate,
-    generate_events,
-    generate_layout,
-    lora_rows,
-    models,
-    models_events,
-    preferences,
-    session,
-    shelf,
-    standing,
-    theme,
-    train,
-    train_events,
-    use_graph,
-)
-from studio.asking import QUIET, ask, ask_at_first
+from backend.schema.paths import places
+from backend.system import gpu_probe
+from studio import preferences
+from studio.generate import events, gallery, layout, lora_rows
+from studio.generate import tab as generate
+from studio.models import events as models_events
+from studio.models import tab as models
+from studio.panels import engine_status, memory_graph
 from studio.serving import server
-from studio.serving.hosts import Hosts
-from studio.serving.keys import Keys
+from studio.serving.allowed_hosts import Hosts
+from studio.serving.credentials import Keys
 from studio.serving.sessions import limit_arenas
-from studio.studio import Studio, live
-from studio.words import notice
+from studio.state import library, saved_forms
+from studio.state.context import Studio, live
+from studio.train import events as train_events
+from studio.train import tab as train
+from studio.widgets import form, handler_errors, theme
+from studio.widgets.field_sync import QUIET, ask, ask_at_first
+from studio.widgets.formatting import notice
 
 TICK_SECONDS = 0.7
 UPLOADS_KEPT = (3600, 24 * 3600)  # looked at every hour, removed after a day
@@ -63,14 +55,14 @@ def build(studio: Studio) -> gr.Blocks:
     form.clamp_sliders()
     form.pass_broken_pictures()
     with gr.Blocks(title="Loft", analytics_enabled=False, fill_width=True, delete_cache=UPLOADS_KEPT) as page:
-        ui = session.browser_choices()
+        ui = saved_forms.browser_choices()
         shown, most, looks = gr.State({}), gr.State(gallery.PAGE_PICTURES), gr.State(0)
         timer = gr.Timer(TICK_SECONDS, active=False)  # until the form is filled
         here = gr.Textbox(visible=False)  # filled in by the page's script with the tab that is looked at
         strip = live(name="strip")
         with gr.Tabs(elem_id="tabs") as tabs:
             with gr.Tab("Generate", id="generate", elem_id="tab-generate"):
-                generate_tab = generate_layout.build(studio)
+                generate_tab = layout.build(studio)
             with gr.Tab("LoRAs and models", id="models", elem_id="tab-models"):
                 models_tab = models.build(studio)
             with gr.Tab("Train", id="train", elem_id="tab-train"):
@@ -100,16 +92,16 @@ def build(studio: Studio) -> gr.Blocks:
 
         def add_lora(choice: dict, model: str, count: int, *values):
             *rows, prompt = values
-            choices = shelf.lora_choices(shelf.loras(studio), studio, model)
+            choices = library.lora_choices(library.loras(studio), studio, model)
             uses = lora_rows.with_lora(lora_rows.pairs(rows)[:count], choice["lora"])
             spec = models.chosen(studio, choice["lora"])
-            words = generate_events.with_trigger(prompt, spec.trigger_words if spec else ())
+            words = events.with_trigger(prompt, spec.trigger_words if spec else ())
             shown_rows = lora_rows.show(uses, choices)
-            said = notice(shelf.other_base(spec, model, studio), kind="warn")
+            said = notice(library.other_base(spec, model, studio), kind="warn")
             return [words], choice | {"picture": ""}, gr.Tabs(selected="generate"), said, *shown_rows
 
         prompt_box = generate_tab.form.controls["prompt"]
-        generate_events.wire(studio, generate_tab, ui, most, redraw)
+        events.wire(studio, generate_tab, ui, most, redraw)
         models_events.wire(studio, models_tab, ui, looks, redraw, use_lora, train_tab, tabs)
         train_events.wire(studio, train_tab, ui, redraw, use_lora)
         preferences.wire(studio, preferences_tab)
@@ -119,14 +111,14 @@ def build(studio: Studio) -> gr.Blocks:
             # Nothing shows that it waits. By default the browser would note so for every output that any event ever had, and look
             # each up in the tree of the whole page, twice an event: 0.1 s of its time at each keystroke and each tick.
             function.show_progress_on = [here]
-        standing.guard(page)
+        handler_errors.guard(page)
     return page
 
 
 def _whole(choice: dict | None) -> dict:
     """A browser may remember choices of an older version, or anything else."""
     choice = choice if isinstance(choice, dict) else {}
-    return {name: text(choice.get(name, value)) for name, value in session.CHOICES.items()}
+    return {name: text(choice.get(name, value)) for name, value in saved_forms.CHOICES.items()}
 
 
 def _draw(studio: Studio, parts: tuple, choice: dict, seen: dict) -> list:
@@ -136,9 +128,9 @@ def _draw(studio: Studio, parts: tuple, choice: dict, seen: dict) -> list:
     seen = dict(seen) if isinstance(seen, dict) else {}
     training = runs.live_runs(studio.places)
     pids = [run.process.pid for run in training if run.process] + ([snapshot.pid] if snapshot.pid else [])
-    cards = card.probe(own_pids=pids)
-    use = use_graph.use_of(pids[0], card.choose(cards, studio.preferences().device)) if pids else None
-    strip = engine_view.strip(snapshot, cards, training)
+    cards = gpu_probe.probe(own_pids=pids)
+    use = memory_graph.use_of(pids[0], gpu_probe.choose(cards, studio.preferences().device)) if pids else None
+    strip = engine_status.strip(snapshot, cards, training)
     out = [gr.skip() if seen.get("strip") == strip else strip]
     seen["strip"] = strip
     for name, tab, view in (
@@ -153,7 +145,7 @@ def _draw(studio: Studio, parts: tuple, choice: dict, seen: dict) -> list:
             values, seen[name] = view(seen.get(name, {}))
         except Exception as error:  # the strip, and the tabs that can be drawn, are drawn all the same
             values = [gr.skip()] * len(tab.live_outputs)
-            if seen.get("fault") != (fault := standing.why(error)):
+            if seen.get("fault") != (fault := handler_errors.why(error)):
                 gr.Warning(fault)
                 seen["fault"] = fault
         out += values
@@ -164,7 +156,7 @@ def _wire_tabs(studio: Studio, tabs: gr.Tabs, generate_tab, redraw: Callable) ->
     def select(event: gr.SelectData):
         if event.index:  # the first tab alone has a choice of LoRAs
             return [gr.skip()] * len(generate_tab.rows.files)
-        choices = shelf.lora_choices(shelf.loras(studio), studio, generate.remembered(studio)[0].model)
+        choices = library.lora_choices(library.loras(studio), studio, generate.remembered(studio)[0].model)
         return [gr.update(choices=choices)] * len(generate_tab.rows.files)
 
     redraw(tabs.select(select, None, generate_tab.rows.files, **QUIET))
@@ -177,12 +169,12 @@ def _wire_load(studio, page, timer, tabs, ui, here, generate_tab, train_tab, pre
 
     def load(choice: dict, tab: str, *_):
         request, loras = generate.remembered(studio)
-        found = shelf.models(studio)
-        choices = shelf.lora_choices(shelf.loras(studio), studio, request.model)
+        found = library.models(studio)
+        choices = library.lora_choices(library.loras(studio), studio, request.model)
         fresh = generate.wants_fresh_seed(studio)
         fields, others = generate.fill(generate_tab, request, loras, choices, fresh=fresh)
         fields[list(generate_tab.form.controls).index("model")] = gr.update(
-            choices=shelf.model_choices(found, studio), value=request.model
+            choices=library.model_choices(found, studio), value=request.model
         )
         training, rest = train.fill_remembered(studio, train_tab)
         kept = form.fill(preferences_tab.form, studio.preferences())
@@ -208,7 +200,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m studio.app", description="The studio's page, without installation.", allow_abbrev=False
     )
-    access.add_flags(parser)
+    login.add_flags(parser)
     parser.add_argument("--port", type=int, default=7860)
     parser.add_argument("--auth-from-stdin", action="store_true", help=argparse.SUPPRESS)  # by launch.py
     parser.add_argument("--data", default="", help="folder for models, LoRAs, runs and pictures")
@@ -221,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(sys.argv[1:] if argv is None else argv)
     limit_arenas()
     try:  # before `Ending`, which reads stdin to its end
-        handed = access.logins_from_stdin() if args.auth_from_stdin else None
+        handed = login.logins_from_stdin() if args.auth_from_stdin else None
     except Trouble as trouble:
         print(trouble, file=sys.stderr)
         return 2
@@ -230,8 +222,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ["LOFT_DATA"] = str(Path(args.data).resolve())
     here = places()
     try:
-        logins = access.check(args, handed)
-        proxies = access.networks(args.trusted_proxy)
+        logins = login.check(args, handed)
+        proxies = login.networks(args.trusted_proxy)
         claim(here, port=args.port)
         engine = Engine(here, fake=args.fake)
     except (Trouble, OSError) as error:
@@ -242,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         secret = "" if args.no_token else token(here)
         serve(studio, Keys(secret, logins), Hosts(args.host, tuple(args.allow_host), proxies), port=args.port)
         if not os.environ.get(SUPERVISED):  # the launcher says it
-            print(f"Loft is at {access.address(args.host, args.port, '' if logins else secret)}", flush=True)
+            print(f"Loft is at {login.address(args.host, args.port, '' if logins else secret)}", flush=True)
         ending.wait()
         if end_all(engine, here, ending):
             return 1

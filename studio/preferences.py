@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 import gradio as gr
 
-from backend.host import card
-from backend.schema.knobs import knobs_of, to_values
+from backend.schema.memory_plan import Card
 from backend.schema.preferences import Preferences
+from backend.schema.settings import knobs_of, to_values
 from backend.schema.untrusted import is_folder
-from backend.schema.vram import Card
-from studio import form, theme
-from studio.asking import Keeping, keeping
-from studio.draw import facts
-from studio.form import Form
-from studio.session import preferences_file, read_preferences, write_config
-from studio.studio import Studio
-from studio.words import faults_style, notice, safe
+from backend.system import gpu_probe
+from studio.state.context import Studio
+from studio.state.saved_forms import preferences_file, read_preferences, write_config
+from studio.widgets import form, theme
+from studio.widgets.field_sync import Keeping, keeping
+from studio.widgets.form import Form
+from studio.widgets.formatting import faults_style, notice, safe
+from studio.widgets.svg import facts
 
 GROUPS = (
     ("Folders", ("model_folders", "lora_folders")),
@@ -94,11 +94,11 @@ def _this_browser(studio: Studio) -> str:
 
 def _devices() -> list[tuple[str, str]]:
     """(label, device) of those that are here; others can be written."""
-    found = [(f"{one.device} ({one.name})", one.device) for one in card.probe() if one.device != "cpu"]
+    found = [(f"{one.device} ({one.name})", one.device) for one in gpu_probe.probe() if one.device != "cpu"]
     return [
         ("Automatic", "auto"),
         *found,
-        (f"cpu ({card.cpu_name()})", "cpu"),
+        (f"cpu ({gpu_probe.cpu_name()})", "cpu"),
     ]
 
 
@@ -119,7 +119,7 @@ def wire(studio: Studio, tab: PreferencesTab) -> None:
     def keep(*values):
         wrong = form.faults(tab.form, values)
         device = str(values[list(tab.form.controls).index("device")] or "").strip()
-        fault = device_fault(device, card.probe())
+        fault = device_fault(device, gpu_probe.probe())
         wrong |= {"device": fault} if fault else {}
         if wrong:
             return "", faults_style(wrong, prefix="preference-")

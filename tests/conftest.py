@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from backend.schema.places import Places
+from backend.schema.paths import Places
 
 SESSION = "LOFT_TEST_SESSION"  # inherited by every process that a test starts
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -65,9 +65,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     skip_browser = None if chromium_path() else pytest.mark.skip(reason=NO_BROWSER)
     skip_card = None
     if any(item.get_closest_marker("gpu") for item in items):
-        from backend.host import card
+        from backend.system import gpu_probe
 
-        if card.probe()[0].device == "cpu" and "LOFT_CARD" not in os.environ:
+        if gpu_probe.probe()[0].device == "cpu" and "LOFT_CARD" not in os.environ:
             skip_card = pytest.mark.skip(reason="no accelerator here")
     for item in items:
         if skip_browser and item.get_closest_marker("browser"):

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from backend.catalog.family import Defaults, LoraTargets, Part, SizeRule
-from backend.catalog.identify import identify_model
-from backend.catalog.parts import find_parts
-from backend.catalog.plan import plan
+from backend.catalog.models.identify import identify_model
+from backend.catalog.models.match_parts import find_parts
 from backend.catalog.spec import TensorAt
-from backend.engine import load
-from backend.engine.pipeline import Pipeline
+from backend.engine.loading import load
+from backend.engine.pipeline.pipeline import Pipeline
 from backend.families import FAMILIES
-from backend.schema.knobs import from_values
+from backend.planner.plan import plan
+from backend.schema.memory_plan import Card, VramConfig
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest, LoraUse
-from backend.schema.vram import Card, VramConfig
+from backend.schema.settings import from_values
 
 pytestmark = pytest.mark.torch
 

@@ -20,12 +20,13 @@ import psutil
 import pytest
 
 import launch
-from backend.host import claim, environment, processes, runs
-from backend.schema import access
-from backend.schema.knobs import from_values
+from backend.host.process import data_folder_lock, environment, processes
+from backend.host.runs import runs
+from backend.schema import login
 from backend.schema.messages import Trouble
-from backend.schema.places import PROJECT, Places
-from backend.schema.training import TrainingConfig
+from backend.schema.paths import PROJECT, Places
+from backend.schema.settings import from_values
+from backend.schema.training.config import TrainingConfig
 from tests.waiting import wait_for
 
 WINDOWS = sys.platform == "win32"
@@ -80,20 +81,20 @@ def test_a_data_folder_that_cannot_be_made(tmp_path):
 def test_logins_from_a_file_and_from_words(tmp_path):
     file = tmp_path / "logins"
     file.write_text("# who may\n\nanna:s:ecret \nben: pw\n", encoding="utf-8")
-    assert access.logins(str(file)) == [("anna", "s:ecret"), ("ben", " pw")]
-    assert access.logins("anna:" + "x" * 5000) == [("anna", "x" * 5000)]
-    assert access.logins("~nobody-here:pw") == [("~nobody-here", "pw")]
-    assert access.logins("anna:s:ecret") == [("anna", "s:ecret")]
-    assert access.logins(None) == []
+    assert login.logins(str(file)) == [("anna", "s:ecret"), ("ben", " pw")]
+    assert login.logins("anna:" + "x" * 5000) == [("anna", "x" * 5000)]
+    assert login.logins("~nobody-here:pw") == [("~nobody-here", "pw")]
+    assert login.logins("anna:s:ecret") == [("anna", "s:ecret")]
+    assert login.logins(None) == []
     file.write_text("# nobody\n")
     with pytest.raises(Trouble, match="holds no USER:PASSWORD line"):
-        access.logins(str(file))
+        login.logins(str(file))
     file.write_bytes(b"anna:p\xff\n")
     with pytest.raises(Trouble, match="cannot be read as text"):
-        access.logins(str(file))
+        login.logins(str(file))
     file.write_text("hunter2\n")
     with pytest.raises(Trouble) as caught:
-        access.logins(str(file))
+        login.logins(str(file))
     assert "hunter2" not in str(caught.value)
 
 
@@ -101,18 +102,18 @@ def test_logins_from_a_file_and_from_words(tmp_path):
     ("host", "alone"), [("127.0.0.1", True), ("127.8.8.8", True), ("::1", True), ("localhost", True)]
 )
 def test_loopback(host, alone):
-    assert access.is_loopback(host) is alone
-    assert access.check(launch.flags(["--host", host])) == []
+    assert login.is_loopback(host) is alone
+    assert login.check(launch.flags(["--host", host])) == []
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5"])
 def test_others_need_a_login(host):
-    assert not access.is_loopback(host)
+    assert not login.is_loopback(host)
     with pytest.raises(Trouble, match="Add --auth"):
-        access.check(launch.flags(["--host", host]))
-    assert access.check(launch.flags(["--host", host, "--auth", "anna:pw"])) == [("anna", "pw")]
+        login.check(launch.flags(["--host", host]))
+    assert login.check(launch.flags(["--host", host, "--auth", "anna:pw"])) == [("anna", "pw")]
     with pytest.raises(Trouble, match="--no-token is for this machine alone"):
-        access.check(launch.flags(["--host", host, "--auth", "anna:pw", "--no-token"]))
+        login.check(launch.flags(["--host", host, "--auth", "anna:pw", "--no-token"]))
 
 
 # Ports and addresses
@@ -139,7 +140,7 @@ def test_a_port_that_another_took_on_every_address_counts_as_taken():
 
 
 def test_addresses_as_this_machine_reaches_them():
-    assert [access.reachable(host) for host in ("127.0.0.1", "0.0.0.0", "::", "::1", "box")] == [
+    assert [login.reachable(host) for host in ("127.0.0.1", "0.0.0.0", "::", "::1", "box")] == [
         "127.0.0.1",
         "127.0.0.1",
         "[::1]",
@@ -188,7 +189,7 @@ def make_ready(project: Path, *, requirements: str = "requirements.txt", **pip: 
 import sys
 from pathlib import Path
 sys.path.insert(0, {str(PROJECT)!r})
-from backend.host import environment
+from backend.host.process import environment
 from backend.schema.messages import Trouble
 try:
     print(environment.ready_python(Path({str(project / requirements)!r}), project=Path({str(project)!r})))
@@ -454,7 +455,7 @@ def test_a_killed_studio_leaves_its_run_and_the_next_one_ends_it(launched):
 
 def test_a_second_studio_on_the_same_data_is_refused(launched, tmp_path):
     (tmp_path / "data").mkdir()
-    claim.claim(Places(tmp_path / "data"), port=7999)  # this very process plays the first
+    data_folder_lock.claim(Places(tmp_path / "data"), port=7999)  # this very process plays the first
     studio = launched()
     assert studio.wait() == 2
     assert "Loft is open already on" in studio.said() and "port 7999" in studio.said()

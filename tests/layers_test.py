@@ -1,9 +1,13 @@
-"""Imports go one way, heavy libraries stay where they belong, and the page starts without them."""
+"""Imports go one way between packages, heavy libraries stay where they belong, and the page starts without them.
+
+A package's docstring says what it is for; its line `Public:` names the modules that code outside of it may import.
+"""
 
 from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,52 +15,73 @@ from pathlib import Path
 
 import pytest
 
-from backend.schema.places import PROJECT
+from backend.schema.paths import PROJECT
 
 HEAVY = {"torch", "torchvision", "diffusers", "transformers", "modelscope", "peft", "accelerate", "bitsandbytes"}
-# Each layer and the layers of the project that it may import.
-MAY_IMPORT = {
-    # what a run will read is read by the page too, before it runs: no heavy library
-    "backend.training.ahead": {"backend.training", "backend.families", "backend.catalog", "backend.schema"},
-    "launch": {"launch", "studio", "backend.host", "backend.schema"},
-    "studio": {
-        "studio",
-        "backend.training.ahead",
-        "backend.host",
-        "backend.families",
-        "backend.catalog",
-        "backend.schema",
-    },
-    "backend.host": {"backend.host", "backend.families", "backend.catalog", "backend.schema"},
-    "backend.families": {"backend.families", "backend.catalog", "backend.schema"},
-    "backend.catalog": {"backend.catalog", "backend.schema"},
-    "backend.schema": {"backend.schema"},
-    "backend.engine": {"backend.engine", "backend.families", "backend.catalog", "backend.schema"},
-    "backend.pipelines": {
-        "backend.pipelines",
-        "backend.engine",
-        "backend.families",
-        "backend.catalog",
-        "backend.schema",
-    },
-    "backend.training": {
-        "backend.training",
-        "backend.training.ahead",
-        "backend.engine",
-        "backend.families",
-        "backend.catalog",
-        "backend.schema",
-    },
-}
+MAY_BE_HEAVY = ("backend.engine", "backend.training", "backend.pipelines", "recipes")
 # Their functions may import heavy libraries, since only the engine calls those; importing the modules brings none.
-HEAVY_INSIDE_FUNCTIONS = ("backend.families", "backend.catalog.hubs")
-MAY_BE_HEAVY = {"backend.engine", "backend.training", "backend.pipelines"}
-STANDARD_LIBRARY_ONLY = ("launch.py", "backend/host/environment.py", *(f"backend/schema/{name}" for name in ("*.py",)))
+HEAVY_INSIDE_FUNCTIONS = ("backend.families", "backend.catalog.hub.clients")
+STANDARD_LIBRARY_ONLY = (
+    "launch.py",
+    "backend/host/process/environment.py",
+    "backend/schema/*.py",
+    "backend/schema/training/*.py",
+)
+MOST_MODULES = 15
+
+# From the lowest to the highest: a package imports only packages of lower levels, never one of its own level.
+LEVELS = (
+    ("backend.schema",),
+    ("backend.schema.training", "backend.system"),
+    ("backend.images",),
+    ("backend.catalog",),
+    ("backend.catalog.formats",),
+    ("backend.catalog.lora", "backend.catalog.quantization"),
+    ("backend.catalog.models",),
+    ("backend.families.qwen_image",),
+    ("backend.families",),
+    ("backend.catalog.hub",),
+    ("backend.planner.costs",),
+    ("backend.planner",),
+    ("backend.dataset",),
+    ("backend.commands",),
+    ("backend.host.process", "backend.engine.devices"),
+    ("backend.host.runs", "backend.engine.loading"),
+    ("backend.host.engine", "backend.engine.offload"),
+    ("backend.host", "backend.engine.lora.algorithms"),
+    ("backend.engine.lora",),
+    ("backend.engine.lora.tools", "backend.engine.acceleration", "backend.engine.tracing"),
+    ("backend.engine.pipeline",),
+    ("backend.engine.api", "backend.engine.worker", "backend.training.optim", "backend.training.checkpoint"),
+    ("backend.engine", "backend.training.model"),
+    ("backend.training.encoding",),
+    ("backend.training.run",),
+    ("backend.training", "recipes.starter"),
+    ("backend",),
+    ("studio.widgets",),
+    ("studio.state",),
+    ("studio.panels", "studio.serving"),
+    ("studio.train",),
+    ("studio.generate", "studio.models"),
+    ("studio",),
+)
+LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
+# Whole branches that never meet, though their levels would allow it: they are processes of their own.
+NEVER = {
+    "studio": ("backend.engine", "backend.training", "backend.pipelines", "recipes"),
+    "backend.host": ("backend.engine", "backend.training", "backend.pipelines"),
+    "backend.engine": ("backend.host", "backend.training", "backend.pipelines"),
+    "backend.training": ("backend.host", "studio"),
+    "backend.planner": ("backend.host", "backend.engine"),
+    "backend.dataset": ("backend.host", "backend.engine"),
+    "recipes": ("backend.host", "studio"),
+}
 
 
 def sources() -> list[Path]:
-    folders = (PROJECT / "backend", PROJECT / "studio")
-    return sorted([PROJECT / "launch.py", *(path for folder in folders for path in folder.rglob("*.py"))])
+    folders = (PROJECT / "backend", PROJECT / "studio", PROJECT / "recipes")
+    found = (path for folder in folders for path in folder.rglob("*.py") if path.name != "sitecustomize.py")
+    return sorted([PROJECT / "launch.py", *found])
 
 
 def module_of(path: Path) -> str:
@@ -64,12 +89,18 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def layer_of(module: str) -> str | None:
-    return next((layer for layer in MAY_IMPORT if module == layer or module.startswith(layer + ".")), None)
+MODULES = {module_of(path): path for path in sources()}
+PACKAGES = sorted({".".join(path.relative_to(PROJECT).parent.parts) for path in sources()} - {""})
+
+
+def package_of(module: str) -> str:
+    """The package that a module lies in; a package is its own."""
+    return module if module in PACKAGES else module.rpartition(".")[0]
 
 
 def imports(path: Path, *, also_in_functions: bool) -> Iterator[tuple[str, int]]:
-    """(module, line) of every import; for `from a import b` both `a` and `a.b`, since `b` may be a module."""
+    """(module, line) of every import, those by `importlib.import_module("...")` too; for `from a import b` both `a`
+    and `a.b`, since `b` may be a module."""
     for node in _nodes(ast.parse(path.read_text(encoding="utf-8")), also_in_functions):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -77,6 +108,10 @@ def imports(path: Path, *, also_in_functions: bool) -> Iterator[tuple[str, int]]
             assert node.level == 0, f"{path}:{node.lineno}: imports are absolute here"
             yield node.module, node.lineno
             yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
+            name = node.args[0].value if isinstance(node.args[0], ast.Constant) else None
+            if isinstance(name, str):
+                yield name, node.lineno
 
 
 def _nodes(tree: ast.AST, also_in_functions: bool) -> Iterator[ast.AST]:
@@ -92,31 +127,99 @@ def _for_checkers(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
-@pytest.mark.parametrize("path", sources(), ids=module_of)
-def test_imports_go_one_way(path):
-    layer = layer_of(module_of(path))
-    wrong = [
-        f"line {line}: {name}"
-        for name, line in imports(path, also_in_functions=True)
-        if name.split(".")[0] in ("backend", "studio", "launch")
-        and layer_of(name) not in (MAY_IMPORT[layer] if layer else set())
-        and layer_of(name) is not None
-    ]
-    assert not wrong, f"{layer} imports {wrong}"
+def own_imports(path: Path) -> Iterator[tuple[str, int]]:
+    """(module of the project, line) of every import of one, the most exact module that it names."""
+    found = [(name, line) for name, line in imports(path, also_in_functions=True) if name in MODULES]
+    for name, line in found:
+        is_parent = any(other.rpartition(".")[0] == name and at == line for other, at in found)
+        if not is_parent:
+            yield name, line
+
+
+def is_below(module: str, branch: str) -> bool:
+    return module == branch or module.startswith(branch + ".")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_go_one_way(package):
+    wrong = []
+    for module, path in MODULES.items():
+        if package_of(module) != package:
+            continue
+        for name, line in own_imports(path):
+            other = package_of(name)
+            never = next((n for branch, n in NEVER.items() if is_below(module, branch)), ())
+            if other == package or name == "backend":  # the version alone
+                continue
+            if LEVEL[other] >= LEVEL[package] or any(is_below(name, branch) for branch in never):
+                wrong.append(f"{path.relative_to(PROJECT)}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_is_small_and_says_what_it_is_for(package):
+    folder = PROJECT.joinpath(*package.split("."))
+    names = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert len(names) <= MOST_MODULES, sorted(names)
+    said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
+    assert said, f"{package} has no docstring"
+    for line in ("Read", "Public"):
+        unknown = named(said, line) - names
+        assert not unknown, f"{package}: {line} names {sorted(unknown)}, which are not there"
+
+
+def named(docstring: str, line: str) -> set[str]:
+    """The names that a package's docstring lists after `line` ("Read", "Public")."""
+    found = re.search(rf"^{line}: ([\w,\s]+)\.", docstring, re.MULTILINE)
+    return {name.strip() for name in found[1].split(",")} if found else set()
+
+
+def test_only_public_modules_are_imported_from_outside():
+    public = {
+        package: named(ast.get_docstring(ast.parse(MODULES[package].read_text(encoding="utf-8"))) or "", "Public")
+        for package in PACKAGES
+        if package in MODULES
+    }
+    wrong = []
+    for module, path in MODULES.items():
+        for name, line in own_imports(path):
+            home, _, leaf = name.rpartition(".")
+            if name in PACKAGES or home == package_of(module) or home not in public:
+                continue
+            if leaf not in public[home] or leaf == "__main__":
+                wrong.append(f"{path.relative_to(PROJECT)}:{line} imports {name}, which {home} does not offer")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_imports_make_no_circle():
+    edges = {module: {name for name, _ in own_imports(path) if name != module} for module, path in MODULES.items()}
+    done, under_way = set(), []
+
+    def visit(module: str) -> None:
+        if module in done:
+            return
+        assert module not in under_way, " -> ".join([*under_way[under_way.index(module) :], module])
+        under_way.append(module)
+        for other in sorted(edges[module]):
+            visit(other)
+        done.add(under_way.pop())
+
+    for module in sorted(edges):
+        visit(module)
 
 
 @pytest.mark.parametrize("path", sources(), ids=module_of)
 def test_heavy_libraries_are_imported_where_they_belong(path):
-    layer = layer_of(module_of(path))
-    if layer in MAY_BE_HEAVY:
+    module = module_of(path)
+    if any(is_below(module, branch) for branch in MAY_BE_HEAVY):
         return
-    in_functions = not module_of(path).startswith(HEAVY_INSIDE_FUNCTIONS)
+    in_functions = not any(is_below(module, branch) for branch in HEAVY_INSIDE_FUNCTIONS)
     wrong = [
         f"line {line}: {name}"
         for name, line in imports(path, also_in_functions=in_functions)
         if name.split(".")[0] in HEAVY or name.startswith("safetensors.")
     ]
-    assert not wrong, f"{layer} imports {wrong}"
+    assert not wrong, f"{module} imports {wrong}"
 
 
 @pytest.mark.parametrize("pattern", STANDARD_LIBRARY_ONLY)
@@ -144,18 +247,23 @@ def test_the_page_starts_without_torch():
     assert not loaded & HEAVY
 
 
-def test_host_catalog_schema_and_families_import_without_torch():
-    layers = ("backend.host", "backend.catalog", "backend.schema", "backend.families")
-    modules = [module_of(path) for path in sources() if layer_of(module_of(path)) in layers]
-    assert len(modules) > 20
-    loaded = in_fresh_interpreter(*modules)
+def test_what_the_page_may_import_comes_without_torch():
+    light = ("schema", "system", "images", "catalog", "families", "planner", "dataset", "host")
+    branches = [f"backend.{name}" for name in light]
+    modules = [module for module in MODULES if any(is_below(module, branch) for branch in branches)]
+    assert len(modules) > 80
+    loaded = in_fresh_interpreter(*(module for module in modules if not module.endswith("__main__")))
     assert not loaded & HEAVY
     assert "gradio" not in loaded
 
 
 def test_the_rules_catch_a_wrong_import(tmp_path):
     path = tmp_path / "wrong.py"
-    path.write_text("import os\nif True:\n    import torch.nn\ndef f():\n    from backend import engine\n")
+    path.write_text(
+        "import os\nif True:\n    import torch.nn\ndef f():\n    from backend import engine\n"
+        "    importlib.import_module('backend.engine.loading.load')\n"
+    )
     assert list(imports(path, also_in_functions=False)) == [("os", 1), ("torch.nn", 3)]
-    assert ("backend.engine", 5) in list(imports(path, also_in_functions=True))
-    assert layer_of("backend.engine") == layer_of("backend.engine.load") == "backend.engine"
+    found = list(imports(path, also_in_functions=True))
+    assert ("backend.engine", 5) in found and ("backend.engine.loading.load", 6) in found
+    assert package_of("backend.engine.loading.load") == "backend.engine.loading"

@@ -7,9 +7,9 @@ import re
 import shlex
 
 import launch
-from backend.schema.knobs import from_flags
-from backend.schema.places import PROJECT
-from backend.schema.training import TrainingConfig
+from backend.schema.paths import PROJECT
+from backend.schema.settings import from_flags
+from backend.schema.training.config import TrainingConfig
 
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, flags=re.DOTALL)

@@ -12,7 +12,7 @@ import numpy
 import pytest
 
 from backend.schema.messages import Trouble
-from backend.schema.places import PROJECT
+from backend.schema.paths import PROJECT
 
 pytestmark = pytest.mark.torch
 
@@ -279,7 +279,7 @@ def test_words_of_diffsynth_scripts_work_or_say_what_to_do(tiny_qwen, monkeypatc
         QwenImagePipeline.from_pretrained(device="cpu", model_configs=[], procesor_config=ModelConfig(path="x"))
     assert pipe.enable_lora_hot_loading(pipe.dit) is pipe.dit
     with monkeypatch.context() as patch:
-        patch.setattr("backend.engine.compiled.BACKEND", "eager")  # which needs no compiler
+        patch.setattr("backend.engine.acceleration.compile_blocks.BACKEND", "eager")  # which needs no compiler
         pipe.compile_pipeline(mode="default", dynamic=True, compile_models=["dit"])
     assert pipe.compile
     with pytest.raises(Trouble, match="mode is torch's default"):

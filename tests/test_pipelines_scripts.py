@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from backend.catalog import download
+from backend.catalog.hub import download
 from backend.schema.messages import Trouble
-from backend.schema.places import PROJECT
+from backend.schema.paths import PROJECT
 from tests.test_pipelines import STATES, load, write_lora
 
 pytestmark = pytest.mark.torch
@@ -131,7 +131,7 @@ def test_words_of_a_model_config_that_are_not_carried_out_are_said(tiny_qwen):
 
 
 def test_a_text_encoder_whose_heads_cannot_be_told_is_refused_by_a_sentence():
-    from backend.catalog.qwen_files import config_from_shapes
+    from backend.families.qwen_image.files import config_from_shapes
 
     attention = {f"layers.0.self_attn.{name}_proj.weight": (rows, 48) for name, rows in (("q", 48), ("k", 16))}
     shapes = {"embed_tokens.weight": (99, 48), "layers.0.mlp.gate_proj.weight": (96, 48), **attention}

@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from backend.schema.places import ASSETS
+from backend.schema.paths import ASSETS
 
 SCHEDULE = {
     "_class_name": "FlowMatchEulerDiscreteScheduler",

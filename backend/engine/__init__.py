@@ -1,5 +1,5 @@
-"""What computes: the worker and whatever else loads a model. Only its modules import torch, not this package itself."""
+"""The engine worker: loading, offloading, LoRAs, sampling. The only packages that import torch are this one and
+training.
 
-
-class Cancelled(Exception):
-    """The caller asked to stop; nothing was made."""
+Packages: acceleration, api, devices, loading, lora, offload, pipeline, tracing, worker.
+"""

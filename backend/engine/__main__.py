@@ -11,9 +11,9 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from backend.engine import Cancelled, limits
-from backend.engine.wire import Wire
-from backend.schema.messages import Trouble
+from backend.engine.devices import allocator_limits
+from backend.engine.worker.protocol import Wire
+from backend.schema.messages import Cancelled, Trouble
 
 IDLE_SECONDS = 0.2  # of quiet after the start, then the libraries that every request needs are imported
 QUIET_SECONDS = 20.0  # without a command, then the device is measured
@@ -55,11 +55,11 @@ def _next(wire: Wire, worker) -> dict | None:
 def _start(wire: Wire, *, fake: bool):
     try:
         if fake:
-            from backend.engine.fake import FakeWork
+            from backend.engine.worker.fake import FakeWork
 
             return FakeWork(wire)
         _prepare_process()
-        from backend.engine.work import Work
+        from backend.engine.worker.commands import Work
 
         return Work(wire)
     except Trouble as trouble:
@@ -72,7 +72,7 @@ def _start(wire: Wire, *, fake: bool):
 def _prepare_process() -> None:
     """What torch and OpenMP read when they are loaded: fragments are kept small (not on Windows), idle threads sleep."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    limits.grow_segments()
+    allocator_limits.grow_segments()
 
 
 def _answer(wire: Wire, worker, values: dict) -> None:

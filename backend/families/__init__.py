@@ -1,6 +1,7 @@
-"""All families, found by listing this package: one module is one family. Importing them takes no torch.
+"""One module or package for each family of models: names, signatures, text encoding, the one call of its network.
 
-A module whose name begins with an underscore is a piece of a family: functions that its module gives out as its own.
+Packages: qwen_image.
+Read: _bfl_keys, _unet_keys, flux, flux2, sd15, sd3, sdxl, wan, z_image.
 """
 
 import importlib

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from backend.catalog.bfl_names import DOUBLE, ENDS, SINGLE, denoiser, double_blocks, embedders, single_norms
 from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Rule, Signature, SizeRule
+from backend.families._bfl_keys import DOUBLE, ENDS, SINGLE, denoiser, double_blocks, embedders, single_norms
 
 NAME = "flux"
 TITLE = "FLUX.1"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Part, Signature, SizeRule
-from backend.catalog.unet_names import unet_maps as derived_maps
+from backend.families._unet_keys import unet_maps as derived_maps
 
 __all__ = ["derived_maps"]
 

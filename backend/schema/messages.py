@@ -6,7 +6,7 @@ import json
 import time
 from dataclasses import asdict, dataclass, field
 
-from backend.schema.values import LAST_TIME, finite, parse_json, text
+from backend.schema.json_values import LAST_TIME, finite, parse_json, text
 
 MOST_SAID, MOST_DETAIL = 4000, 200_000  # characters of what another process says
 
@@ -77,3 +77,7 @@ def from_line(line: str) -> Event | None:
 def to_json(record) -> str:
     """A frozen dataclass as indented JSON text, for files that people may read."""
     return json.dumps(asdict(record), ensure_ascii=False, indent=2) + "\n"
+
+
+class Cancelled(Exception):
+    """The caller asked to stop; nothing was made."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backend.schema.knobs import knob
+from backend.schema.settings import knob
 
 
 @dataclass(frozen=True)

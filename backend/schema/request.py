@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields, replace
 
-from backend.schema.knobs import from_values, knob
+from backend.schema.json_values import finite
 from backend.schema.messages import Trouble
-from backend.schema.values import finite
+from backend.schema.settings import from_values, knob
 
 
 @dataclass(frozen=True)

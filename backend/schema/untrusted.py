@@ -11,8 +11,8 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
+from backend.schema.json_values import is_printable, parse_json, printable
 from backend.schema.messages import Trouble
-from backend.schema.values import is_printable, parse_json, printable
 
 MOST_BYTES = 16 * 2**20
 MOST_SHOWN = 80  # characters of a stranger's name in a sentence

@@ -1,1 +1,5 @@
-"""Trains LoRAs and models; one process (or one launcher) per run."""
+"""A training run: data, encodings, model, optimizer, loop, checkpoints.
+
+Packages: checkpoint, encoding, model, optim, run.
+Read: loop, dry_run, launch, setup.
+"""

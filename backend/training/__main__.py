@@ -11,16 +11,24 @@ import time
 import traceback
 from pathlib import Path
 
-from backend.engine import limits
-from backend.schema.knobs import from_file_text, from_flags, from_values, to_file_text
+from backend.dataset import check_inputs
+from backend.engine.devices import allocator_limits
+from backend.schema.json_values import parse_json
 from backend.schema.messages import Trouble
-from backend.schema.places import places
-from backend.schema.training import TrainingConfig, TrainingSection
+from backend.schema.paths import places
+from backend.schema.settings import from_file_text, from_flags, from_values, to_file_text
+from backend.schema.training.config import TrainingConfig, TrainingSection
 from backend.schema.untrusted import read_bytes, read_object
-from backend.schema.values import parse_json
-from backend.training import early
-from backend.training.aside import begins_anew, files_named, made_something, put_back, set_aside, set_results_aside, told
-from backend.training.reporter import Reporter
+from backend.training.checkpoint.reporter import Reporter
+from backend.training.checkpoint.set_aside import (
+    begins_anew,
+    files_named,
+    made_something,
+    put_back,
+    set_aside,
+    set_results_aside,
+    told,
+)
 
 OBJECTIVE = ("timestep_sampling", "loss_weighting", "max_grad_norm")
 
@@ -58,7 +66,7 @@ def read_arguments(argv: list[str]) -> tuple[TrainingConfig, Path]:
     base = TrainingConfig(training=TrainingSection(allow_custom_code=given.training.allow_custom_code))
     config = _objective_kept(from_file_text(TrainingConfig, text, base=base), text, folder)
     if len(argv) > 1:
-        from backend.schema.knobs import to_values
+        from backend.schema.settings import to_values
 
         defaults = to_values(TrainingConfig())
         changed = {name: value for name, value in to_values(given).items() if value != defaults[name]}
@@ -92,7 +100,7 @@ def _with_output(config: TrainingConfig, **changes) -> TrainingConfig:
 def run_in(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[str]) -> int:
     # Threads that spin while they wait halve the speed of a busy machine; torch, loaded below, reads this once.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    limits.grow_segments()
+    allocator_limits.grow_segments()
     rank = int(os.environ.get("RANK", "0"))
     aside: dict[Path, Path] = {}
     if rank == 0:
@@ -113,10 +121,10 @@ def run_in(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[s
     except Exception as error:
         traceback.print_exc()
         if _is_out_of_memory(error):
-            from backend.training import ladder
+            from backend.training.run import oom_restart
 
-            ladder.go_lower(config, argv, reporter)
-            trouble = ladder.out_of_memory(config, reporter.now)
+            oom_restart.go_lower(config, argv, reporter)
+            trouble = oom_restart.out_of_memory(config, reporter.now)
             reporter.trouble(trouble)
             return _leave(2, str(trouble))
         what = f"{type(error).__name__}: {error}"
@@ -129,9 +137,9 @@ def run_in(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[s
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    from backend.engine import shortage
+    from backend.engine.devices import out_of_memory
 
-    return shortage.is_one(error)
+    return out_of_memory.is_one(error)
 
 
 def _leave(status: int, sentence: str) -> int:
@@ -185,7 +193,7 @@ def _refuse_second(folder: Path) -> None:
 
 def _make_folder(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[str]) -> dict[Path, Path]:
     """Writes what is known of the run; what was set aside for it."""
-    from backend.training.files import write_text
+    from backend.system.durable_files import write_text
 
     if os.environ.get("LOFT_MARK"):  # the studio has started this and keeps the record itself
         return _results_aside(config, folder)
@@ -224,7 +232,7 @@ def _process_text(argv: list[str], folder: Path) -> str:
 
 def _train(config: TrainingConfig, folder: Path, reporter) -> str:
     index = places().cache / "pictures.json"
-    data = early.look(config, index=index)
+    data = check_inputs.look(config, index=index)
 
     if config.training.deterministic:  # read by cuBLAS when it is first used
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -232,20 +240,20 @@ def _train(config: TrainingConfig, folder: Path, reporter) -> str:
     import torch
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
-    from backend.schema.knobs import to_values
-    from backend.training import shards
+    from backend.schema.settings import to_values
+    from backend.training.checkpoint.reporter import add_boards
+    from backend.training.dry_run import preflight
     from backend.training.loop import pace_of, train
-    from backend.training.planned import with_plan
-    from backend.training.preflight import preflight
-    from backend.training.reporter import add_boards
+    from backend.training.model import fsdp
+    from backend.training.model.apply_plan import with_plan
     from backend.training.setup import set_up
 
     _set_deterministic(config.training.deterministic)
-    config, spread = shards.take_over(config)
+    config, spread = fsdp.take_over(config)
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available()  # said outright, for several processes on a CPU find each other only so
         or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"),
-        mixed_precision="no" if shards.asked() else config.training.mixed_precision,
+        mixed_precision="no" if fsdp.asked() else config.training.mixed_precision,
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=config.training.find_unused_parameters)],
     )
     assert accelerator.num_processes == int(os.environ.get("WORLD_SIZE", "1")), (
@@ -289,22 +297,22 @@ def _set_deterministic(wanted: bool) -> None:
 
 def _process_data(config: TrainingConfig, accelerator, reporter, index: Path, data) -> str:
     """The first of two stages: everything that needs no gradient is computed and stored in `output_path`."""
-    from backend.training import stored
+    from backend.training.encoding import encoded_dataset
     from backend.training.setup import make_loader, make_source
 
     output = Path(config.output.output_path)
     load = make_loader(config, accelerator, reporter.folder)
     source = make_source(config, load, accelerator, reporter, index=index, known=data, into=output)
     if accelerator.is_main_process:
-        stored.write(output, source, load.base)
-        reporter.event("saved", path=str(output / stored.TABLE), step=0)
+        encoded_dataset.write(output, source, load.base)
+        reporter.event("saved", path=str(output / encoded_dataset.TABLE), step=0)
         reporter.event("finished", step=0, reason="complete")
     accelerator.end_training()
     return "complete"
 
 
 def _last_step(folder: Path) -> int:
-    from backend.training.checkpoint import list_states, step_of
+    from backend.training.checkpoint.state import list_states, step_of
 
     states = list_states(folder)
     return step_of(states[-1]) if states else 0

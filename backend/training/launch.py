@@ -1,6 +1,6 @@
 """accelerate's launcher with its own flags, for the trainer: `python -m backend.training.launch --config_file zero2.yaml -m backend.training --flags`.
 
-A configuration with DeepSpeed needs no package here, as its stages are carried out by torch (`backend.training.shards`), and a run that ends by
+A configuration with DeepSpeed needs no package here, as its stages are carried out by torch (`backend.training.model.fsdp`), and a run that ends by
 a sentence ends with it, not with the launcher's traceback.
 """
 

@@ -12,18 +12,18 @@ from functools import partial
 
 import torch
 
+from backend.dataset.bucket_sampler import Batch, epoch_batches, of_step, steps_of_epoch
 from backend.schema.messages import Trouble
-from backend.training import shards
-from backend.training.batches import Batch, epoch_batches, of_step, steps_of_epoch
-from backend.training.checkpoint import clear_leftovers
-from backend.training.measured import beside_tensors, keep, tell
-from backend.training.objective import seed_of
-from backend.training.optimizers import rate_factor, set_rates
-from backend.training.peaks import BACKWARD, FORWARD, OPTIMIZER
-from backend.training.progress import draw_samples, memory, validation_loss
-from backend.training.resume import restore
-from backend.training.run import Run
-from backend.training.saving import save
+from backend.training.checkpoint.state import clear_leftovers
+from backend.training.encoding.peak_meter import BACKWARD, FORWARD, OPTIMIZER
+from backend.training.model import fsdp
+from backend.training.model.flow_matching_loss import seed_of
+from backend.training.optim.optimizers import rate_factor, set_rates
+from backend.training.run.evaluation import draw_samples, memory, validation_loss
+from backend.training.run.peak_report import beside_tensors, keep, tell
+from backend.training.run.resume import restore
+from backend.training.run.save import save
+from backend.training.run.state import Run
 
 MOST_BAD_STEPS = 5  # in a row, after which a run ends
 
@@ -155,7 +155,7 @@ def one_step(run: Run, groups: list[list[Batch]]) -> float | None:
     run.peaks.moment(OPTIMIZER)
     accelerator.unscale_gradients()
     norm = torch.nn.utils.clip_grad_norm_(list(run.weights.values()), run.config.training.max_grad_norm or float("inf"))
-    good = math.isfinite(shards.number(norm))
+    good = math.isfinite(fsdp.number(norm))
     run.writer.wait()  # what is being saved is what this step begins from: nothing changes, and nothing is made, before it is on the disk
     if run.beside:
         run.beside.step(run.optimizers, good=good)

@@ -9,35 +9,36 @@ from pathlib import Path
 import torch
 from accelerate.utils import DistributedType
 
-from backend.catalog.refused import check_training, lora_part, trained_parts
-from backend.catalog.sizes import sizes_of
-from backend.engine import placement
-from backend.engine.lora import Adapters
+from backend.dataset.bucket_sampler import Batch
+from backend.dataset.check_inputs import asks_edits, read_data
+from backend.dataset.crops import losses
+from backend.dataset.dataset import Dataset
+from backend.dataset.extra_inputs import check_flags, check_steps
+from backend.engine.lora.adapters import Adapters
+from backend.engine.offload import placement
+from backend.families.qwen_image.cpu_attention import plain_on_cpu
+from backend.planner.check_training import check_training, lora_part, trained_parts
+from backend.planner.costs.model_sizes import sizes_of
 from backend.schema.messages import Trouble
-from backend.training import shards, stored
-from backend.training.adapters import Adapter, add_adapter, load_file_adapter
-from backend.training.attention import plain_on_cpu
-from backend.training.base import DTYPES, Base, find_base, load_parts
-from backend.training.batches import Batch
-from backend.training.beside import Beside
-from backend.training.cache import key_of
-from backend.training.conditions import add_samples, fill_told, is_editing, processor_of, told_to_draw
-from backend.training.crops import losses
-from backend.training.dataset import Dataset
-from backend.training.early import asks_edits, read_data
-from backend.training.extras import check_flags, check_steps
-from backend.training.frozen import Kept, keeping, without_effect
-from backend.training.ingredients import encoder_key, folder_digest
-from backend.training.learner import Learner, named_trainable
-from backend.training.material import free_memory, prepare_source, split_off
-from backend.training.optimizers import Mean, check_optimizer, make_optimizers
-from backend.training.quantised import Quantised, read_options
-from backend.training.readers import processor_folder, tokenizer_folder
-from backend.training.rehearsal import rehearse
-from backend.training.reporter import Reporter
-from backend.training.run import Run, gather
-from backend.training.shares import Wishes
-from backend.training.source import Source, worded
+from backend.training.checkpoint.reporter import Reporter
+from backend.training.encoding import encoded_dataset
+from backend.training.encoding.cache_key import encoder_key, folder_digest
+from backend.training.encoding.conditioning import add_samples, fill_told, is_editing, processor_of, told_to_draw
+from backend.training.encoding.distributed_encoding import Wishes
+from backend.training.encoding.encoding_cache import key_of
+from backend.training.encoding.prepare import free_memory, prepare_source, split_off
+from backend.training.encoding.sample_source import Source, worded
+from backend.training.model import fsdp
+from backend.training.model.base_model import DTYPES, Base, find_base, load_parts
+from backend.training.model.frozen_weights import Kept, keeping, without_effect
+from backend.training.model.peft_adapters import Adapter, add_adapter, load_file_adapter
+from backend.training.model.quantization import Quantised, read_options
+from backend.training.model.tokenizers import processor_folder, tokenizer_folder
+from backend.training.model.training_module import Learner, named_trainable
+from backend.training.optim.cpu_offload import Beside
+from backend.training.optim.optimizers import Mean, check_optimizer, make_optimizers
+from backend.training.run.check_weights import rehearse
+from backend.training.run.state import Run, gather
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Loader:
             before_rounding=merge,
             split_bytes=self.split_bytes,
             through_ram=self.through_ram,
-            stay_in_ram=to_train and shards.asked(),
+            stay_in_ram=to_train and fsdp.asked(),
         )
         for name in made.keys() & {self.encoder_preset} - set(self.quantised):
             self.merge_preset(name, made[name])
@@ -136,17 +137,17 @@ def set_up(
     source = make_source(config, load, accelerator, reporter, index=index, known=known)
     reporter.phase("loading", 1, 2)
     learner, adapter = make_learner(config, load, source)
-    if shards.asked():
+    if fsdp.asked():
         learner.casts = True
-        shards.spread(learner, accelerator)
+        fsdp.spread(learner, accelerator)
     weights = named_trainable(learner)
     beside = Beside(weights) if config.memory.enable_optimizer_cpu_offload else None
     optimizers = make_optimizers(beside.copies if beside else weights, config.training)
     # A launcher that starts one process has it wrapped for several all the same.
-    if accelerator.distributed_type != DistributedType.NO and not shards.asked():
+    if accelerator.distributed_type != DistributedType.NO and not fsdp.asked():
         learner._ddp_params_and_buffers_to_ignore = _without_gradient(learner, source, config, accelerator)
     placing = [False] * (1 + len(optimizers))  # all are where they belong
-    if shards.asked():
+    if fsdp.asked():
         model, optimizers = learner, [accelerator.prepare_optimizer(one, device_placement=False) for one in optimizers]
     else:
         model, *optimizers = accelerator.prepare(learner, *optimizers, device_placement=placing)
@@ -187,7 +188,7 @@ def make_loader(config, accelerator, folder: Path) -> Loader:
     rehearse(config, base, folder)
     quantised = read_options(config.model.quant_options, base.spec.parts)
     kept = keeping(config.model, config.memory, base.spec.parts, trained=trained, device=device, dtype=dtype)
-    shards.check(config, kept=kept, quantised=quantised)
+    fsdp.check(config, kept=kept, quantised=quantised)
     split = config.memory.cpu_offload_split_threshold
     looks, digest, words = None, "", tokenizer_folder(config.model, base)
     if is_editing(base):
@@ -226,7 +227,7 @@ def make_source(
     trains_text = "text_encoder" in load.trained or lora_part(config) == "text_encoder"
     wishes = _wishes(accelerator, reporter, load, trains_text=trains_text)
     if config.training.task.endswith(":train"):
-        source = stored.read(Path(config.dataset.dataset_base_path), load.base, config)
+        source = encoded_dataset.read(Path(config.dataset.dataset_base_path), load.base, config)
         source.processor = load.processor_digest
         add_samples(source, load.base, load, wishes)
         unknown = [one for one in told_to_draw(source) if source.texts is not None and worded(*one) not in source.texts]
@@ -274,7 +275,7 @@ def make_learner(config, load: Loader, source: Source) -> tuple[Learner, Adapter
     adapter = _make_trainable(learner, config, load.base, load.trained, lora_part(config))
     memory = config.memory
     if memory.use_gradient_checkpointing or memory.use_gradient_checkpointing_offload:
-        from backend.training.offload import turn_on
+        from backend.training.model.activation_checkpointing import turn_on
 
         for module in parts.values():
             turn_on(module, offload=memory.use_gradient_checkpointing_offload)
@@ -318,7 +319,7 @@ def _make_trainable(learner: Learner, config, base: Base, trained: tuple[str, ..
     for name in trained:
         learner.parts[name].requires_grad_(True)
     if part:
-        from backend.engine.lean import computes_alone
+        from backend.engine.lora.low_memory_linear import computes_alone
 
         learner.lean = computes_alone(learner.parts["dit"])
     for name, module in learner.parts.items():

@@ -11,12 +11,12 @@ import json
 import logging
 from urllib.parse import quote, urlencode
 
-from studio.serving import file_answers, page_policy, sign_in
-from studio.serving.answers import answer, with_headers
-from studio.serving.asked import Asked, asked, plain_scope, query_of
-from studio.serving.hosts import Hosts, from_elsewhere
-from studio.serving.keys import COOKIE_SECONDS, Keys
-from studio.serving.throttle import Throttle
+from studio.serving import content_security_policy, file_answers, login_page
+from studio.serving.allowed_hosts import Hosts, from_elsewhere
+from studio.serving.credentials import COOKIE_SECONDS, Keys
+from studio.serving.login_throttle import Throttle
+from studio.serving.request_origin import Asked, asked, plain_scope, query_of
+from studio.serving.responses import answer, with_headers
 
 LOGIN, LOGOUT = "/login", "/logout"
 MOST_FORM_BYTES = 16 * 1024
@@ -78,14 +78,14 @@ class Guard:
         await self._refuse(question, send, "Not from this page", words)
 
     async def _refuse(self, question: Asked, send, title: str, words: str) -> None:
-        headers = [NO_REFERRER, (b"content-security-policy", sign_in.POLICY.encode())]
-        await answer(send, question.method, 403, sign_in.refusal(title, words), headers=headers)
+        headers = [NO_REFERRER, (b"content-security-policy", login_page.POLICY.encode())]
+        await answer(send, question.method, 403, login_page.refusal(title, words), headers=headers)
 
     async def _ask(self, question: Asked, send, *, wrong: str = "", status: int = 401, wait: float = 0) -> None:
-        asking = sign_in.asking_for_login if self.keys.asks_for_login else sign_in.asking_for_token
+        asking = login_page.asking_for_login if self.keys.asks_for_login else login_page.asking_for_token
         headers = [
             SAME_ORIGIN_REFERRER,
-            (b"content-security-policy", sign_in.POLICY.encode()),
+            (b"content-security-policy", login_page.POLICY.encode()),
             (b"www-authenticate", b'Bearer realm="Loft"'),
         ]
         if wait:
@@ -113,7 +113,7 @@ class Guard:
             )
         form = dict(query_of(data.decode("latin-1")))
         if form.get("token"):
-            value = sign_in.token_in(form["token"])
+            value = login_page.token_in(form["token"])
             right, cookie, what = self.keys.is_token(value), self.keys.of_token, "token"
         else:
             user, password = form.get("username", ""), form.get("password", "")
@@ -178,8 +178,8 @@ class Guard:
 
     def _with_headers(self, question: Asked, send):
         if question.path == "/":
-            return page_policy.of_page(send)
-        policy = file_answers.POLICY if question.path.startswith(file_answers.ROUTE) else page_policy.OTHER
+            return content_security_policy.of_page(send)
+        policy = file_answers.POLICY if question.path.startswith(file_answers.ROUTE) else content_security_policy.OTHER
 
         async def send_with_headers(message):
             if message["type"] == "http.response.start":

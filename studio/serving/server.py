@@ -24,15 +24,15 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Mount, Route
 
 from backend.schema.messages import Trouble
-from studio import theme
-from studio.serving.calls import Calls
+from studio.serving.allowed_hosts import Hosts
+from studio.serving.api_calls import Calls
+from studio.serving.credentials import Keys
 from studio.serving.file_answers import file_answer
 from studio.serving.guard import Guard
-from studio.serving.hosts import Hosts
-from studio.serving.keys import Keys
 from studio.serving.sessions import MOST_SESSIONS, Sessions
 from studio.serving.uploads import clean, upload_answer
-from studio.studio import Studio
+from studio.state.context import Studio
+from studio.widgets import theme
 
 CLEAN_EVERY_SECONDS = 3600
 START_SECONDS = 60

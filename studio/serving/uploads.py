@@ -19,8 +19,8 @@ from starlette.formparsers import MultiPartException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from backend.host.files import not_written
 from backend.schema.preferences import Preferences
+from backend.system.atomic_files import not_written
 
 GIB, MIB = 2**30, 2**20
 MODEL_ENDINGS = (".safetensors", ".sft", ".gguf", ".ckpt", ".pt", ".pth", ".bin")

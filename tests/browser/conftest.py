@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from backend.schema.places import PROJECT, Places
+from backend.schema.paths import PROJECT, Places
 
 START_SECONDS = 180
 WAIT_SECONDS = 120
@@ -99,7 +99,7 @@ class Site:
                 self.kill()
 
     def worker_pid(self) -> int:
-        from backend.host import processes
+        from backend.host.process import processes
 
         known = processes.from_file(self.places.user / "worker.json")
         return known[0].pid if known else 0

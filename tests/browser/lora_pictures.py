@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy
 from PIL import Image, ImageDraw
 
-from backend.schema.places import PROJECT, Places
+from backend.schema.paths import PROJECT, Places
 
 NAMES = (
     "ink-wash", "paper-cut", "night-market", "soft-clay", "botanical", "blueprint", "low-sun", "woodblock", "felt-toys", "rain-city",
@@ -158,7 +158,7 @@ def photograph(root: Path, target: Path, *, dark: bool = False) -> None:
     """Pictures of the tab: nothing chosen, a file chosen, one that does not fit, filtered, and every tool's form."""
     from playwright.sync_api import sync_playwright
 
-    from studio.tools import TOOLS
+    from studio.models.lora_tools import TOOLS
     from tests.browser.conftest import Site, tab, wait_ready
     from tests.conftest import chromium_path
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from backend.schema.messages import to_line
-from backend.schema.places import Places
+from backend.schema.paths import Places
 
 TYPED = ("", "a red cat", "x" * 5000, "<script>window.pwn=1</script>", "a\u0000b", "../../etc/passwd", "/dev/zero", "//server/share", "-1",
          "1e999", "NaN", "--help", "𝔘𝔫𝔦\u202ecode 🐈", "'\"&;", "/" , "y" * 300, "evil.module.X", "%00%2e%2e", "{}", "[" * 2000)  # fmt: skip
@@ -114,7 +114,7 @@ def litter(places: Places) -> list[Path]:
     """Puts odd files into a data folder, and gives those that are to be dropped on the page."""
     from PIL import Image
 
-    from backend.engine.png import save_png
+    from backend.images.png_metadata import save_png
 
     folder = places.outputs / "2026-01-01"
     odd = [

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from backend.schema.places import PROJECT
+from backend.schema.paths import PROJECT
 from tests.browser.conftest import Site, tab, wait_ready
 from tests.conftest import chromium_path
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from PIL import Image
 
-from studio import session
+from studio.state import saved_forms
 from tests.browser.conftest import drop, text_below, wait_until
 
 pytestmark = pytest.mark.browser
@@ -19,7 +19,7 @@ def choose(page, model: str) -> None:
 
 def test_pictures_are_sent_put_in_order_and_taken_away(painted, open_page, tmp_path):
     def kept() -> list[str]:
-        return session.read_values(session.request_file(painted.places)).get("edit_images") or []
+        return saved_forms.read_values(saved_forms.request_file(painted.places)).get("edit_images") or []
 
     files = [tmp_path / f"{colour}.png" for colour in ("red", "blue", "green")]
     for file in files:

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from backend.host import processes, runs
-from backend.schema.knobs import from_values
-from backend.schema.places import Places
-from backend.schema.training import TrainingConfig
+from backend.host.process import processes
+from backend.host.runs import runs
+from backend.schema.paths import Places
+from backend.schema.settings import from_values
+from backend.schema.training.config import TrainingConfig
 from tests.browser.conftest import wait_until
 from tests.launch_test import WINDOWS, Launched
 

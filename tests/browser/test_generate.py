@@ -9,7 +9,7 @@ import urllib.parse
 import pytest
 from PIL import Image, PngImagePlugin
 
-from studio import session
+from studio.state import saved_forms
 from tests.browser.conftest import Held, Site, drop, end_process, tab, text_below, wait_ready, wait_until
 
 pytestmark = pytest.mark.browser
@@ -200,7 +200,7 @@ def test_a_picture_made_here_brings_its_settings_back_when_it_is_dropped(site, p
 
 def kept(site: Site) -> dict:
     """The form as it would come back."""
-    return session.read_values(session.request_file(site.places))
+    return saved_forms.read_values(saved_forms.request_file(site.places))
 
 
 def test_what_is_typed_while_an_answer_is_on_its_way_stays(site, page, tmp_path):
@@ -273,7 +273,7 @@ def test_the_theme_changes_at_once_and_stays(site, page):
 
 
 def preferences(site: Site) -> dict:
-    return session.read_values(session.preferences_file(site.places))
+    return saved_forms.read_values(saved_forms.preferences_file(site.places))
 
 
 def test_a_device_that_is_not_here_is_refused(site, page):

@@ -6,10 +6,11 @@ import json
 
 import pytest
 
-from studio import captions, session
+from studio.state import saved_forms
+from studio.train import dataset_captions
 from tests.browser.conftest import Held, tab, wait_until
 from tests.browser.lora_pictures import choose
-from tests.studio.test_library import MADE_HERE, lora_tensors, write_safetensors
+from tests.studio.models.test_cards import MADE_HERE, lora_tensors, write_safetensors
 
 pytestmark = pytest.mark.browser
 
@@ -53,7 +54,7 @@ def test_a_lora_from_its_card_to_the_trash(painted, open_page):
     )
 
     tab(page, "LoRAs and models")
-    held = Held(page, str(captions.shipped()[0]))
+    held = Held(page, str(dataset_captions.shipped()[0]))
     page.locator("#lora-again").click()
     held.wait()
     tab(page, "Train")
@@ -62,11 +63,11 @@ def test_a_lora_from_its_card_to_the_trash(painted, open_page):
     page.wait_for_selector("#train-said >> text=walnut", state="attached")
     page.wait_for_function("document.querySelector('#set-learning_rate input').value === '0.00075'")
     assert page.input_value("#set-name :is(input, textarea)") == "typed meanwhile"
-    kept = session.training_file(painted.places)
+    kept = saved_forms.training_file(painted.places)
     wait_until(
         lambda: (
-            session.read_values(kept)
-            == session.read_values(kept) | {"name": "typed meanwhile", "learning_rate": 0.00075, "lora_rank": 2}
+            saved_forms.read_values(kept)
+            == saved_forms.read_values(kept) | {"name": "typed meanwhile", "learning_rate": 0.00075, "lora_rank": 2}
         )
     )
     tab(page, "LoRAs and models")

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from studio.session import read_values, training_file
+from studio.state.saved_forms import read_values, training_file
 from tests.browser.conftest import tab, wait_until
 
 pytestmark = pytest.mark.browser

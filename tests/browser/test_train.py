@@ -7,9 +7,9 @@ import json
 import pytest
 from PIL import Image, ImageChops, ImageStat
 
-from backend.host import runs
-from backend.schema.places import ASSETS
-from studio import session
+from backend.host.runs import runs
+from backend.schema.paths import ASSETS
+from studio.state import saved_forms
 from tests.browser.conftest import Held, Site, tab, text_below, wait_ready, wait_until
 
 pytestmark = [pytest.mark.browser, pytest.mark.torch, pytest.mark.slow]
@@ -77,7 +77,7 @@ def choose(page, folder) -> None:
 
 def kept(site: Site) -> dict:
     """The training form as it would come back."""
-    return session.read_values(session.training_file(site.places))
+    return saved_forms.read_values(saved_forms.training_file(site.places))
 
 
 def keeps(site: Site, **wanted) -> None:

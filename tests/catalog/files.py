@@ -6,7 +6,7 @@ import json
 import struct
 from pathlib import Path
 
-from backend.catalog.header import DTYPE_BITS
+from backend.catalog.formats.header import DTYPE_BITS
 
 
 def header_of(tensors: dict[str, tuple[str, tuple[int, ...]]], metadata: dict | None = None) -> dict:

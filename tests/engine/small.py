@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from backend.catalog.read_header import read_header
+from backend.catalog.formats.read import read_header
 from backend.catalog.spec import PartSpec
 
 WIDTH = 48

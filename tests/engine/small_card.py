@@ -7,10 +7,12 @@ from collections.abc import Iterator
 
 import torch
 
-from backend.engine import live, residence, staging, stream
+from backend.engine.loading import disk_reader
+from backend.engine.offload import block_storage, prefetch
+from backend.engine.tracing import live_tensors
 
 
-class SmallCard(live._Seen):
+class SmallCard(live_tensors._Seen):
     """`now` bytes are alive, `highest` was the most; more than `most_bytes` is out of memory. Views of mapped files count nothing."""
 
     def __init__(self, most_bytes: float = float("inf")):
@@ -24,7 +26,7 @@ class SmallCard(live._Seen):
         super()._made(storage)
 
     def allocate(self, nbytes: int, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
-        buffer = stream.allocate(nbytes, device)
+        buffer = disk_reader.allocate(nbytes, device)
         storage = buffer.untyped_storage()
         if storage.nbytes() and storage._cdata not in self.alive:  # small ones an operation has made
             self._made(storage)
@@ -35,8 +37,8 @@ class SmallCard(live._Seen):
 def small_card(monkeypatch, most_bytes: float = float("inf")) -> Iterator[SmallCard]:
     card = SmallCard(most_bytes)
     with monkeypatch.context() as patched:
-        patched.setattr(residence, "allocate", card.allocate)
-        patched.setattr(staging, "allocate", card.allocate)
+        patched.setattr(block_storage, "allocate", card.allocate)
+        patched.setattr(prefetch, "allocate", card.allocate)
         card.watch()
         try:
             yield card

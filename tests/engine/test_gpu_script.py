@@ -92,15 +92,15 @@ def test_a_limit_of_some_blocks_and_a_little_more_lets_them_stay(monkeypatch, tm
     """A card counts the number that stands for weights that are away, 512 bytes, against the limit."""
     import torch
 
-    from backend.engine import memory
-    from tests.engine.fake_card import CARD, fake_card
+    from backend.engine.devices import device_memory
+    from tests.engine.fake_cuda import CARD, fake_card
     from tests.engine.small import write_part
     from tests.gpu.test_placement_on_card import DISK, Wide, placed_on
 
     part = write_part(tmp_path, Wide(64), dtype=torch.bfloat16)
     with fake_card(monkeypatch, 0, early=0.3), torch.device("meta"):
         module = Wide(64)
-        monkeypatch.setattr(memory, "allocated", lambda device: 512)
+        monkeypatch.setattr(device_memory, "allocated", lambda device: 512)
         placed = placed_on(CARD, module, part, DISK, part.nbytes // 2 + grace - 512)
         placed.onload()
         assert len(placed.staying()) == stay

@@ -6,16 +6,16 @@ import os
 
 import pytest
 
-from backend.engine import limits
+from backend.engine.devices import allocator_limits
 
-limits.grow_segments()  # as workers and trainers do: torch's allocator reads it once
+allocator_limits.grow_segments()  # as workers and trainers do: torch's allocator reads it once
 
 torch = pytest.importorskip("torch")
 
-from backend.engine import memory
+from backend.engine.devices import device_memory
 from tests.engine.conftest import small, write_part  # noqa: F401
 
 
 @pytest.fixture
 def device() -> torch.device:
-    return memory.check_device(os.environ.get("LOFT_CARD", "auto"))
+    return device_memory.check_device(os.environ.get("LOFT_CARD", "auto"))

@@ -15,20 +15,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from backend.engine import limits
+from backend.engine.devices import allocator_limits
 
-limits.grow_segments()  # as workers and trainers do
+allocator_limits.grow_segments()  # as workers and trainers do
 
 import torch
 
-from backend.catalog.identify import identify_model
-from backend.catalog.plan import plan
-from backend.catalog.sizes import published
-from backend.engine import forms, live, memory, stages, tape, vision_tower
-from backend.engine.pipeline import Pipeline
-from backend.engine.planning import Placing
+from backend.catalog.models.identify import identify_model
+from backend.engine.devices import device_memory
+from backend.engine.pipeline.pipeline import Pipeline
+from backend.engine.tracing import allocation_recorder, fit, forward_calls, live_tensors
+from backend.engine.worker.loaded_plan import Placing
 from backend.families import FAMILIES
-from backend.schema.places import ASSETS
+from backend.families.qwen_image import vision_example
+from backend.planner.costs.model_sizes import published
+from backend.planner.plan import plan
+from backend.schema.paths import ASSETS
 from backend.schema.request import GenerationRequest
 
 GIB = 2**30
@@ -44,7 +46,7 @@ CASES = (
     ("QwenImageTransformer2DModel", {"num_layers": 4}, {"h": 128, "w": 128, "t": 96}, "checkpointed"),
     ("QwenImageTransformer2DModel", {"num_layers": 4}, {"h": 128, "w": 128, "t": 96}, "kept"),
     ("QwenImageTransformer2DModel", {"num_layers": 4, "zero_cond_t": True}, {"h": 256, "w": 128, "t": 325}, "forward"),  # and a picture to edit
-    (vision_tower.KIND, "qwen", {"t": 1369}, "see"),
+    (vision_example.KIND, "qwen", {"t": 1369}, "see"),
     ("FluxTransformer2DModel", {"num_layers": 2, "num_single_layers": 4}, {"h": 128, "w": 128, "t": 512}, "forward"),
     ("FluxTransformer2DModel", {"num_layers": 2, "num_single_layers": 4}, {"h": 128, "w": 128, "t": 512}, "checkpointed"),
     ("FluxTransformer2DModel", {"num_layers": 2, "num_single_layers": 4}, {"h": 128, "w": 128, "t": 512}, "kept"),
@@ -74,10 +76,10 @@ def config_of(kind: str, config) -> dict:
 
 
 def prepared(kind: str, config: dict, what: str) -> torch.nn.Module:
-    package = "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl" if kind == vision_tower.KIND else "diffusers"
-    module = stages.build(f"{package}:{kind}", config, BF16)
+    package = "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl" if kind == vision_example.KIND else "diffusers"
+    module = forward_calls.build(f"{package}:{kind}", config, BF16)
     if what in ("checkpointed", "kept"):
-        stages.add_lora(module, published()["networks"][kind]["lora"]["attention"], 16, torch.float32)
+        forward_calls.add_lora(module, published()["networks"][kind]["lora"]["attention"], 16, torch.float32)
         module.train()
         if what == "checkpointed":
             module.enable_gradient_checkpointing()
@@ -86,19 +88,19 @@ def prepared(kind: str, config: dict, what: str) -> torch.nn.Module:
 
 def work_of(module: torch.nn.Module, point: dict, what: str):
     if what == "forward":
-        return lambda _: stages.velocity(module, point, BF16)
+        return lambda _: forward_calls.velocity(module, point, BF16)
     if what == "see":
-        return lambda _: vision_tower.see(module, point, BF16)
+        return lambda _: vision_example.see(module, point, BF16)
     if what in ("decode", "encode_image"):
-        return lambda _: getattr(stages, what)(module, point, BF16)
-    return stages.train_step(module, point, BF16)
+        return lambda _: getattr(forward_calls, what)(module, point, BF16)
+    return forward_calls.train_step(module, point, BF16)
 
 
-def predicted(kind: str, config: dict, point: dict, what: str) -> tape.Tape:
+def predicted(kind: str, config: dict, point: dict, what: str) -> allocation_recorder.Tape:
     trains = what in ("checkpointed", "kept")
-    with tape.fakes():
+    with allocation_recorder.fakes():
         module = prepared(kind, config, what)
-        return stages.trace(module, work_of(module, point, what), warm=not trains, grad=trains)
+        return forward_calls.trace(module, work_of(module, point, what), warm=not trains, grad=trains)
 
 
 def measured(kind: str, config: dict, point: dict, what: str, device: torch.device) -> tuple[int, int, int]:
@@ -107,7 +109,7 @@ def measured(kind: str, config: dict, point: dict, what: str, device: torch.devi
     with torch.device(device):
         module = prepared(kind, config, what)
         work = work_of(module, point, what)
-        if memory.is_ram(device):
+        if device_memory.is_ram(device):
             return _counted(module, work, trains)
         for _ in range(2):
             gc.collect()
@@ -115,26 +117,26 @@ def measured(kind: str, config: dict, point: dict, what: str, device: torch.devi
             torch.cuda.reset_peak_memory_stats()
             held = torch.cuda.memory_allocated()
             with torch.set_grad_enabled(trains):
-                work(tape.Tape())
+                work(allocation_recorder.Tape())
             torch.cuda.synchronize()
     return held, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
 def _counted(module: torch.nn.Module, work, trains: bool) -> tuple[int, int, int]:
-    seen = live._Seen(memory.RAM)
+    seen = live_tensors._Seen(device_memory.RAM)
     seen.watch()
     try:
         with torch.set_grad_enabled(trains):
-            work(tape.Tape())
+            work(allocation_recorder.Tape())
     finally:
         seen.rest()
-    held = live.weight_bytes({"it": module}, memory.RAM)
+    held = live_tensors.weight_bytes({"it": module}, device_memory.RAM)
     return held, held + seen.highest, 0
 
 
 def pictures(device: str) -> list[str]:
     """Pictures of the starter under plans for less and less memory: what is wrong with them, after a line for each phase."""
-    spec, card = identify_model(ASSETS / "starter", FAMILIES), memory.probe(device, reserve_bytes=0)
+    spec, card = identify_model(ASSETS / "starter", FAMILIES), device_memory.probe(device, reserve_bytes=0)
     request = GenerationRequest(
         prompt="a red apple on a table", width=512, height=512, num_inference_steps=4, guidance=4.0
     )
@@ -160,7 +162,7 @@ def _picture(spec, found, request, device: str) -> list[str]:
         halves_apart=placing.halves_apart,
         resident_blocks=placing.resident_blocks,
     )
-    with live.measuring(pipeline) as peak:
+    with live_tensors.measuring(pipeline) as peak:
         pipeline.generate(request)
     for phase in found.phases:
         truth = peak.by_phase[phase.name]
@@ -188,11 +190,11 @@ def networks(device: torch.device, cases=CASES) -> tuple[float, list[str]]:
     )
     for kind, config, point, what in cases:
         said = predicted(kind, config_of(kind, config), point, what)
-        alive = tape.peak(said)
+        alive = allocation_recorder.peak(said)
         held, allocated, reserved = measured(kind, config_of(kind, config), point, what, device)
         error = (held + alive) / allocated - 1
         worst = max(worst, abs(error))
-        shares = forms.pools([said])
+        shares = fit.pools([said])
         low, high = (held + alive * shares[name] for name in ("least", "expandable"))
         if abs(error) > LIMIT:
             wrong.append(f"{kind}, {what}: {error:+.1%}")
@@ -211,7 +213,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("There is no CUDA device here; nothing was checked.")
         return 0
-    device = memory.check_device("cuda:0")
+    device = device_memory.check_device("cuda:0")
     worst, wrong = networks(device)
     print(f"worst error of the allocated peak: {worst:.1%} (limit {LIMIT:.0%})")
     wrong += pictures(str(device))

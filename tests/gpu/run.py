@@ -16,9 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from backend.engine import limits
+from backend.engine.devices import allocator_limits
 
-limits.grow_segments()  # before anything imports torch, here and in the checks
+allocator_limits.grow_segments()  # before anything imports torch, here and in the checks
 
 from tests.gpu.runner import GOOD, Check, run_all
 

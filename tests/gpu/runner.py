@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from backend.engine import limits
+from backend.engine.devices import allocator_limits
 
-limits.grow_segments()  # as workers and trainers do: torch's allocator reads it once
+allocator_limits.grow_segments()  # as workers and trainers do: torch's allocator reads it once
 
 HELD, MISSED, NOT_APPLICABLE = "held", "missed", "not applicable"
 FAILED, CRASHED, TIMEOUT = "failed", "crashed", "timeout"
@@ -92,12 +92,12 @@ def _cell(text: str) -> str:
 
 def perform(function: str, *, tiny: bool) -> Outcome:
     """Calls a check in this process, with a data folder of its own."""
-    from backend.engine import memory
+    from backend.engine.devices import device_memory
 
     module, _, name = function.partition(":")
     found: Callable = getattr(importlib.import_module(module), name)
     with tempfile.TemporaryDirectory(prefix="loft-card-") as data, _environment({"LOFT_DATA": data}):
-        return found(memory.check_device(os.environ.get("LOFT_CARD", "auto")), tiny)
+        return found(device_memory.check_device(os.environ.get("LOFT_CARD", "auto")), tiny)
 
 
 @contextlib.contextmanager

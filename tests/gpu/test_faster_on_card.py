@@ -6,10 +6,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from backend.engine import abilities, compiled, native_fp8, placement
-from backend.engine.step_cache import StepCache
+from backend.engine.acceleration import compile_blocks, fp8_matmul
+from backend.engine.acceleration.first_block_cache import StepCache
+from backend.engine.devices import capabilities
+from backend.engine.offload import placement
 from backend.families import qwen_image
-from backend.schema.vram import VramConfig
+from backend.schema.memory_plan import VramConfig
 from tests.gpu.test_streaming_on_card import RAM, seconds_of
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu]
@@ -67,16 +69,16 @@ def apart(ours: torch.Tensor, other: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("states", STATES)
 def test_compiled_blocks_answer_as_plain_ones(network, device, states, monkeypatch):
-    if abilities.why_no_compiler(device):
-        pytest.skip(abilities.why_no_compiler(device))
+    if capabilities.why_no_compiler(device):
+        pytest.skip(capabilities.why_no_compiler(device))
     if device.type == "cpu":
-        monkeypatch.setattr(compiled, "BACKEND", "eager")
+        monkeypatch.setattr(compile_blocks, "BACKEND", "eager")
     module, placed = network(STATES[states])
     plain = step(module, device)
     before = seconds_of(device, lambda: step(module, device))
     placed.arrange(whole=True, codes=lambda unit: frozenset())
     placed.onload()
-    compiled.compile_blocks(module, LISTS)
+    compile_blocks.compile_blocks(module, LISTS)
     ours = step(module, device)
     after = seconds_of(device, lambda: step(module, device))
     print(f"{states}: plain {before:.3f} s, compiled {after:.3f} s, apart {apart(ours, plain):.1e}")
@@ -85,24 +87,24 @@ def test_compiled_blocks_answer_as_plain_ones(network, device, states, monkeypat
 
 
 def test_a_product_of_codes_is_right(device):
-    if abilities.why_no_fp8_products(device):
-        pytest.skip(abilities.why_no_fp8_products(device))
+    if capabilities.why_no_fp8_products(device):
+        pytest.skip(capabilities.why_no_fp8_products(device))
     x = torch.randn(33, 256, device=device, dtype=torch.bfloat16) * torch.rand(33, 1, device=device).exp2_().bfloat16()
     codes = torch.randn(512, 256, device=device).to(torch.float8_e4m3fn)
     for factor in (torch.tensor([0.25], device=device), torch.rand(512, device=device)):
         want = x.float() @ (codes.float() * factor[:, None]).t()
-        assert apart(native_fp8.product(x, codes, factor), want) < 0.04  # of rounding x to 8 bits
+        assert apart(fp8_matmul.product(x, codes, factor), want) < 0.04  # of rounding x to 8 bits
 
 
 def test_fp8_products_are_close_and_quicker(network, device):
-    if abilities.why_no_fp8_products(device):
-        pytest.skip(abilities.why_no_fp8_products(device))
+    if capabilities.why_no_fp8_products(device):
+        pytest.skip(capabilities.why_no_fp8_products(device))
     module, _ = network(STATES["resident"])
     exact, plain = step(module, device), seconds_of(device, lambda: step(module, device))
     module, placed = network(STATES["FP8"])
     stored = step(module, device)
-    native_fp8.prepare(placed)
-    placed.arrange(whole=False, codes=native_fp8.chosen)
+    fp8_matmul.prepare(placed)
+    placed.arrange(whole=False, codes=fp8_matmul.chosen)
     placed.onload()
     ours, quick = step(module, device), seconds_of(device, lambda: step(module, device))
     print(

@@ -10,13 +10,15 @@ torch = pytest.importorskip("torch")
 from torch import nn
 
 from backend import families
-from backend.catalog.identify import identify_model
-from backend.engine import load, memory, placement, quantize
-from backend.engine.pipeline import Pipeline
+from backend.catalog.models.identify import identify_model
+from backend.engine.devices import device_memory
+from backend.engine.loading import fp8_storage, load
+from backend.engine.offload import placement
+from backend.engine.pipeline.pipeline import Pipeline
+from backend.schema.memory_plan import VramConfig
 from backend.schema.request import GenerationRequest
-from backend.schema.vram import VramConfig
+from tests.engine.offload.test_autograd import adapt
 from tests.engine.small import inputs
-from tests.engine.test_placement_training import adapt
 from tests.families_exam_test import write_lora
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu]
@@ -50,7 +52,7 @@ def on(device, values: dict) -> dict:
 def placed_on(device, module: nn.Module, part, config: dict, limit=None) -> placement.Placement:
     """`limit`: bytes beside what the device holds already, as a user's limit is meant."""
     if limit:
-        limit += memory.allocated(device) if device.type != "cpu" else 0
+        limit += device_memory.allocated(device) if device.type != "cpu" else 0
     return placement.place(module, part, VramConfig(**config), vram_limit_bytes=limit, device=device)
 
 
@@ -132,8 +134,8 @@ def test_the_peak_stays_below_the_limit(wide, device):
     limit, module = wide.part.nbytes // 2 + GRACE, wide()
     x = torch.randn(16, wide.width, dtype=torch.bfloat16, device=device)
     x @ x.t()  # the products' own workspace is no part of it
-    memory.give_back(device)
-    before, peak = memory.allocated(device), memory.Peak(device)
+    device_memory.give_back(device)
+    before, peak = device_memory.allocated(device), device_memory.Peak(device)
     placed = placed_on(device, module, wide.part, DISK, limit)
     placed.onload()
     with torch.no_grad():
@@ -144,37 +146,37 @@ def test_the_peak_stays_below_the_limit(wide, device):
     if device.type != "cpu":  # the process' other memory comes and goes there
         assert peak.look() - before <= limit + 16 * x.numel() * 2
         placed.close()
-        memory.give_back(device)
-        assert memory.allocated(device) <= before
+        device_memory.give_back(device)
+        assert device_memory.allocated(device) <= before
     placed.close()
 
 
 def test_pinned_ram_is_little_more_than_the_part_and_given_back(wide, device):
-    if not memory.can_pin(device):
+    if not device_memory.can_pin(device):
         pytest.skip("nothing is pinned for this device")
-    memory.give_back(device)
-    before = memory.pinned(device)
+    device_memory.give_back(device)
+    before = device_memory.pinned(device)
     placed = placed_on(device, wide(), wide.part, {**RAM, "preparing_device": "cpu"})
     placed.onload()
-    held = memory.pinned(device) - before
+    held = device_memory.pinned(device) - before
     print(f"{wide.part.nbytes >> 20} MiB in RAM, {held >> 20} MiB pinned")
     assert device.type != "cuda" or wide.part.nbytes <= held <= 1.15 * wide.part.nbytes
     assert all(unit.stored.buffer.is_pinned() for unit in placed.blocks)
     placed.close()
-    memory.give_back(device)
-    assert memory.pinned(device) == before
+    device_memory.give_back(device)
+    assert device_memory.pinned(device) == before
 
 
-@pytest.mark.parametrize("name", quantize.FORMATS)
+@pytest.mark.parametrize("name", fp8_storage.FORMATS)
 def test_fp8_is_cast_and_rounded_on_the_card_as_on_the_cpu(device, name):
-    form = quantize.FORMATS[name]
+    form = fp8_storage.FORMATS[name]
     codes = torch.arange(256, dtype=torch.uint8).view(form.dtype)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        there = quantize.cast(codes.to(device), torch.empty(256, dtype=dtype, device=device), factor=0.25)
-        here = quantize.cast(codes, torch.empty(256, dtype=dtype), factor=0.25)
+        there = fp8_storage.cast(codes.to(device), torch.empty(256, dtype=dtype, device=device), factor=0.25)
+        here = fp8_storage.cast(codes, torch.empty(256, dtype=dtype), factor=0.25)
         assert torch.equal(there.cpu().nan_to_num(7.0, 8.0, 9.0), here.nan_to_num(7.0, 8.0, 9.0)), dtype
     weight = torch.randn(300, 100, generator=torch.Generator().manual_seed(0)).mul(0.02).to(torch.bfloat16)
     found = [torch.empty(weight.shape, dtype=form.dtype, device=where) for where in ("cpu", device)]
-    exponents = [quantize.store(weight.to(one.device), one) for one in found]
+    exponents = [fp8_storage.store(weight.to(one.device), one) for one in found]
     assert exponents[0] == exponents[1]
     assert torch.equal(found[0].view(torch.uint8), found[1].cpu().view(torch.uint8))

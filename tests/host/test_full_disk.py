@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from backend.host import queue, runs
-from backend.host.files import write_text
-from backend.schema.knobs import from_values
+from backend.host.engine import pending_requests
+from backend.host.runs import runs
 from backend.schema.messages import Trouble
-from backend.schema.places import Places
+from backend.schema.paths import Places
 from backend.schema.request import GenerationRequest
-from backend.schema.training import TrainingConfig
+from backend.schema.settings import from_values
+from backend.schema.training.config import TrainingConfig
+from backend.system.atomic_files import write_text
 
 CONFIG = from_values(TrainingConfig, {"name": "small"})
 SLEEPING = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -83,5 +84,5 @@ def test_a_run_can_be_asked_to_stop(disk):
 def test_a_request_that_finds_no_room_is_refused(disk):
     fill(disk)
     with pytest.raises(Trouble, match="The request could not be written: No space left"):
-        queue.save(queue.new(GenerationRequest(prompt="x")), disk / "queue")
+        pending_requests.save(pending_requests.new(GenerationRequest(prompt="x")), disk / "queue")
     assert list((disk / "queue").iterdir()) == []

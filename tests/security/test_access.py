@@ -11,17 +11,17 @@ import time
 import pytest
 
 from backend.families import FAMILIES
-from backend.host.engine import Engine
-from backend.host.token import ticket, token
+from backend.host.access_token import ticket, token
+from backend.host.engine.client import Engine
 from backend.schema.messages import Trouble
-from backend.schema.places import Places
+from backend.schema.paths import Places
 from studio import app
 from studio.serving import server
-from studio.serving.asked import asked
-from studio.serving.hosts import Hosts, from_elsewhere
-from studio.serving.keys import Keys
-from studio.serving.throttle import FREE_TRIES, Throttle
-from studio.studio import Studio
+from studio.serving.allowed_hosts import Hosts, from_elsewhere
+from studio.serving.credentials import Keys
+from studio.serving.login_throttle import FREE_TRIES, Throttle
+from studio.serving.request_origin import asked
+from studio.state.context import Studio
 from tests.browser.conftest import Site
 from tests.security.requests_by_hand import ask, send_raw
 
@@ -410,7 +410,7 @@ def test_forwarded_headers_count_from_a_trusted_proxy_alone(locked, guarded):
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/tcp"), reason="needs an address of this machine besides loopback's")  # noqa: PTH110
 def test_where_every_address_is_listened_to_the_one_that_was_asked_counts():
-    from studio.serving.asked import asked
+    from studio.serving.request_origin import asked
 
     scope = {"method": "GET", "path": "/", "type": "http", "server": ("192.0.2.7", 7860), "client": ("192.0.2.8", 1)}
     for host, known in (

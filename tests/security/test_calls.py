@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from studio.serving.calls import cleaned
+from studio.serving.api_calls import cleaned
 from studio.serving.server import SERVED
 from tests.security.requests_by_hand import ask
 from tests.security.test_access import routes_of

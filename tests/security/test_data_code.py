@@ -11,15 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from backend.host import processes, runs, tool
-from backend.host.engine import Engine
-from backend.host.isolation import STARTUP, isolated
-from backend.schema.classes import class_of, is_listed
-from backend.schema.knobs import from_file_text, from_flags, from_values, to_file_text, to_flags, to_values
+from backend.host import lora_tool_process
+from backend.host.engine.client import Engine
+from backend.host.process import processes
+from backend.host.process.isolation import STARTUP, isolated
+from backend.host.runs import runs
+from backend.schema.allowed_classes import class_of, is_listed
 from backend.schema.messages import Trouble
-from backend.schema.places import PROJECT
-from backend.schema.training import TrainingConfig
-from backend.schema.training_method import OPTIMIZER_PACKAGES
+from backend.schema.paths import PROJECT
+from backend.schema.settings import from_file_text, from_flags, from_values, to_file_text, to_flags, to_values
+from backend.schema.training.config import TrainingConfig
+from backend.schema.training.method import OPTIMIZER_PACKAGES
 from tests.waiting import wait_for
 
 # Of the standard library, installed, and imported by Python itself.
@@ -42,7 +44,7 @@ def planted(data):
 SAY = "import json, psutil, typing, backend.schema; print(backend.schema.__file__)"
 
 
-@pytest.mark.parametrize("words", [["-c", SAY], ["-P", "-c", SAY], ["-m", "backend.catalog.plan", "--help"]])
+@pytest.mark.parametrize("words", [["-c", SAY], ["-P", "-c", SAY], ["-m", "backend", "plan", "--help"]])
 def test_nothing_in_the_data_folder_or_the_working_folder_is_a_module(planted, data, words):
     env = processes.child_environment(data.root)
     done = subprocess.run([sys.executable, *words], cwd=data.root, env=env, capture_output=True, text=True, timeout=60)
@@ -103,7 +105,7 @@ def test_a_tool_and_the_command_of_a_run_are_begun_safely(planted, data):
     folder = runs.create(TrainingConfig(), data)
     assert runs.command(folder)[:2] == [sys.executable, "-P"]
     assert list(processes.PYTHON) == [sys.executable, "-P"]
-    assert "*processes.PYTHON" in Path(tool.__file__).read_text(encoding="utf-8")
+    assert "*processes.PYTHON" in Path(lora_tool_process.__file__).read_text(encoding="utf-8")
 
 
 # Dotted names
@@ -163,7 +165,8 @@ def test_the_list_is_looked_at_before_anything_is_imported():
 @pytest.mark.torch
 def test_networks_come_from_listed_packages_alone(tmp_path, monkeypatch):
     """What is remembered of a model, and questions to the tracing helper, are files."""
-    from backend.engine import answers, load, stages
+    from backend.engine.loading import load
+    from backend.engine.tracing import forward_calls, server
 
     (tmp_path / "evil_network.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass AutoencoderKL: pass\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -177,9 +180,9 @@ def test_networks_come_from_listed_packages_alone(tmp_path, monkeypatch):
         with pytest.raises(Trouble, match=r"no package|no network"):
             load.find_class(network)
         with pytest.raises(Trouble):
-            stages.build(network, {}, None)
+            forward_calls.build(network, {}, None)
     (tmp_path / "q.ask").write_text(json.dumps({"network": "evil_network:AutoencoderKL", "config": {}}))
-    answers.serve(tmp_path, idle_seconds=0.1)
+    server.serve(tmp_path, idle_seconds=0.1)
     assert "of no package" in (tmp_path / "q.json").read_text()
     assert not (tmp_path / "ran").exists()
 
@@ -199,28 +202,28 @@ FOREIGN = {  # a stranger's value for whatever could lead to a file, a model, a 
 
 def test_a_loras_metadata_fills_no_path_no_package_and_no_code_into_the_form(tmp_path):
     from backend.catalog.spec import LoraSpec
-    from studio import again
+    from studio.models import config_from_lora
 
     told = FOREIGN | {"learning_rate": 0.002, "lora_rank": 5, "trigger_word": "zork/zark"}
     nothing = {"family": "", "dialect": "", "ranks": (), "alphas": (), "targets": (), "num_modules": 0}
     metadata = {"software": "Loft 9", "config": json.dumps(told)}
     spec = LoraSpec(path=tmp_path / "m.safetensors", metadata=metadata, **nothing)
     base, defaults = TrainingConfig(), to_values(TrainingConfig())
-    values = to_values(again.config_of(spec, base))
+    values = to_values(config_from_lora.config_of(spec, base))
     assert (values["learning_rate"], values["lora_rank"], values["trigger_word"]) == (0.002, 5, "zork/zark")
     changed = {name for name in FOREIGN if name in values and values[name] != defaults[name]}
     assert changed <= {"name"} and "evil" not in values["name"]
-    assert "evil" not in json.dumps(again.settings_of(spec))
+    assert "evil" not in json.dumps(config_from_lora.settings_of(spec))
 
 
 def test_every_setting_that_may_be_taken_is_one_and_names_no_file():
-    from backend.schema.knobs import knobs_of
-    from studio import again
+    from backend.schema.settings import knobs_of
+    from studio.models import config_from_lora
 
     known = {item.name for item in knobs_of(TrainingConfig)}
-    assert set(again.TAKEN) <= known
+    assert set(config_from_lora.TAKEN) <= known
     assert not [
         name
-        for name in again.TAKEN
+        for name in config_from_lora.TAKEN
         if "path" in name or "file" in name or ("model" in name and name != "lora_target_modules")
     ]

@@ -10,14 +10,15 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-from backend.catalog.lora_facts import table, trigger_words
+from backend.catalog.lora.metadata import table, trigger_words
+from backend.dataset.dataset import read_dataset
 from backend.families import FAMILIES
 from backend.schema.messages import Trouble
-from backend.schema.training import TrainingConfig
+from backend.schema.training.config import TrainingConfig
 from backend.schema.untrusted import left_out_words, unnamed
-from backend.training.dataset import read_dataset
-from studio import caption_editor, captions, gallery
-from studio.studio import Studio
+from studio.generate import gallery
+from studio.state.context import Studio
+from studio.train import caption_editor, dataset_captions
 
 DEEP = "[" * 200_000
 posix = pytest.mark.skipif(os.name == "nt", reason="names and files that Windows does not have")
@@ -83,9 +84,9 @@ def test_sets_and_pictures_of_sets_with_such_names_are_entries_with_a_sentence(d
     picture(foreign(mine, b"\xff.png"))
     foreign(mine, b"\xfd").mkdir()
     foreign(data.datasets, b"\xfe").mkdir()
-    labels = dict(captions.choices(data))
+    labels = dict(dataset_captions.choices(data))
     assert "mine" in labels and any("its name is not in UTF-8" in label for label in labels)
-    json.dumps(captions.choices(data)).encode()
+    json.dumps(dataset_captions.choices(data)).encode()
     drawn = caption_editor.editor(mine, page=0)
     assert "2 entries in mine" in drawn and "a.png" in drawn
     drawn.encode()
@@ -189,19 +190,19 @@ TABLES = {
 @pytest.mark.torch
 @pytest.mark.parametrize("what", TABLES)
 def test_encodings_that_others_wrote_are_damaged_or_read(tmp_path, what):
-    from backend.training import stored
+    from backend.training.encoding import encoded_dataset
 
-    (tmp_path / stored.TABLE).write_bytes(TABLES[what])
+    (tmp_path / encoded_dataset.TABLE).write_bytes(TABLES[what])
     with pytest.raises(Trouble) as told:
-        stored.read(tmp_path, SimpleNamespace(spec=SimpleNamespace(family="qwen_image")), None)
+        encoded_dataset.read(tmp_path, SimpleNamespace(spec=SimpleNamespace(family="qwen_image")), None)
     assert told.value.kind == "damaged"
 
 
 @pytest.mark.torch
 def test_encodings_as_they_are_written_are_read():
-    from backend.training import stored
+    from backend.training.encoding import encoded_dataset
 
-    items, sizes, latents, _, _ = stored._contents(Path("/x"), json.loads(json.dumps(GOOD)))
+    items, sizes, latents, _, _ = encoded_dataset._contents(Path("/x"), json.loads(json.dumps(GOOD)))
     assert sizes == [(64, 32)] and items[0].width == 32 and list(latents.values()) == ["ab12"]
 
 
@@ -218,7 +219,7 @@ def test_encodings_as_they_are_written_are_read():
     ],
 )
 def test_a_saved_state_that_cannot_be_read_is_damaged(tmp_path, content):
-    from backend.training import checkpoint
+    from backend.training.checkpoint import state as checkpoint
 
     state = tmp_path / "checkpoints" / "step-000001"
     state.mkdir(parents=True)

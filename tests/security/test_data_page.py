@@ -16,19 +16,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from backend.catalog import library
+from backend.catalog.models import library
 from backend.catalog.spec import LoraSpec
-from backend.engine.png import save_png
 from backend.families import FAMILIES
-from backend.host import queue
-from backend.host.engine import Engine
-from backend.host.snapshot import STALLED_SECONDS, EngineSnapshot, Job, silent_seconds
+from backend.host.engine import pending_requests
+from backend.host.engine.client import Engine
+from backend.host.engine.snapshot import STALLED_SECONDS, EngineSnapshot, Job, silent_seconds
+from backend.images.png_metadata import save_png
 from backend.schema.messages import Trouble, to_line
-from backend.schema.places import Places
+from backend.schema.paths import Places
 from backend.schema.request import GenerationRequest
-from studio import app, engine_view, standing
-from studio.session import CHOICES
-from studio.studio import Studio
+from studio import app
+from studio.panels import engine_status
+from studio.state.context import Studio
+from studio.state.saved_forms import CHOICES
+from studio.widgets import handler_errors
 
 TABS = ("generate", "models", "train")
 EXAMPLES = settings(
@@ -70,14 +72,14 @@ class Page:
 @pytest.fixture
 def faults(monkeypatch):
     found: list = []
-    why = standing.why
+    why = handler_errors.why
 
     def noted(error):
         if not isinstance(error, Trouble):
             found.append(error)
         return why(error)
 
-    monkeypatch.setattr(standing, "why", noted)
+    monkeypatch.setattr(handler_errors, "why", noted)
     return found
 
 
@@ -215,8 +217,8 @@ def test_any_events_of_a_run_leave_every_tab(page, data):
 def test_any_settings_inside_a_picture_leave_every_tab(page, data):
     from PIL import Image
 
-    from studio.generate_events import restore
-    from studio.pictures import read_settings
+    from studio.generate.events import restore
+    from studio.state.output_files import read_settings
 
     receipt = st.dictionaries(
         st.sampled_from(("name", "path", "hash", "strength", "mode", "layers_applied", "unused", "notes")), VALUES
@@ -382,12 +384,13 @@ def test_what_a_browser_remembers_may_be_of_any_type(page):
     "what", ["", "null", "5", "[1]", "[0, 99]", "{", "[" * 50_000, '{"edits": 5}', '{"set": "/"}', '{"set": "\\u0000"}']
 )
 def test_what_a_browser_says_was_done_may_be_anything(data, what):
-    from studio import edit_pictures, train_events
+    from studio.generate import reference_images
+    from studio.train import events
 
     for do in ("move", "remove", "x"):
-        assert len(edit_pictures.changed(["/a", "/b"], do, what, data)) in (1, 2)
+        assert len(reference_images.changed(["/a", "/b"], do, what, data)) in (1, 2)
     with contextlib.suppress(Trouble):
-        assert isinstance(train_events._meant(what), dict)
+        assert isinstance(events._meant(what), dict)
 
 
 # Requests, and an engine that stands still
@@ -395,7 +398,7 @@ def test_what_a_browser_says_was_done_may_be_anything(data, what):
 
 def test_a_request_that_waits_is_never_answered_by_an_error(page, data, monkeypatch):
     """On an almost full disk the request is kept and drawn, though the form cannot be kept."""
-    from studio import generate_events
+    from studio.generate import events as generate_events
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -417,18 +420,18 @@ def test_a_worker_that_says_nothing_is_shown_as_stalled():
     job = Job("1", GenerationRequest(), phase="generating", step=11, steps=100)
     now = 1000.0
     quick = EngineSnapshot(state="generating", pid=1, job=job, heard_at=now - STALLED_SECONDS + 1)
-    assert not silent_seconds(quick, now) and not engine_view.stalled_words(quick, now)
+    assert not silent_seconds(quick, now) and not engine_status.stalled_words(quick, now)
     slow = EngineSnapshot(state="generating", pid=1, job=job, heard_at=now - STALLED_SECONDS - 1)
-    words = engine_view.stalled_words(slow, now)
+    words = engine_status.stalled_words(slow, now)
     assert "stalled" in words and "Cancel twice" in words
-    assert "stalled" in engine_view.activity(EngineSnapshot(pid=1, job=job, heard_at=0.001), ())[1]
+    assert "stalled" in engine_status.activity(EngineSnapshot(pid=1, job=job, heard_at=0.001), ())[1]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 def test_an_engine_that_is_suspended_is_noticed_and_two_cancels_cure_it(data, monkeypatch):
     import psutil
 
-    from backend.host import snapshot as snapshots
+    from backend.host.engine import snapshot as snapshots
     from tests.waiting import wait_for
 
     monkeypatch.setattr(snapshots, "STALLED_SECONDS", 1.0)
@@ -446,14 +449,14 @@ def test_an_engine_that_is_suspended_is_noticed_and_two_cancels_cure_it(data, mo
 
 
 def test_a_worker_says_now_and_then_that_it_is_alive(data, monkeypatch):
-    from backend.engine import wire
+    from backend.engine.worker import protocol
 
-    assert wire.BEAT_SECONDS * 3 < STALLED_SECONDS
+    assert protocol.BEAT_SECONDS * 3 < STALLED_SECONDS
     said = []
-    one = wire.Wire.__new__(wire.Wire)
+    one = protocol.Wire.__new__(protocol.Wire)
     one.ended = __import__("threading").Event()
     one.say = lambda event, **_: said.append(event)
-    monkeypatch.setattr(wire, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(protocol, "BEAT_SECONDS", 0.01)
     one.beat()
     time.sleep(0.2)
     one.ended.set()
@@ -466,17 +469,17 @@ def test_a_worker_says_now_and_then_that_it_is_alive(data, monkeypatch):
 )
 def test_a_waiting_request_that_cannot_be_read_is_set_aside(data, content):
     put(data.user / "queue" / "1.json", content)
-    queue.save(queue.new(GenerationRequest(prompt="kept")), data.user / "queue")
-    assert [item.request.prompt for item in queue.load(data.user / "queue")] == ["kept"]
+    pending_requests.save(pending_requests.new(GenerationRequest(prompt="kept")), data.user / "queue")
+    assert [item.request.prompt for item in pending_requests.load(data.user / "queue")] == ["kept"]
     assert (data.user / "queue" / "1.bad").is_file()
 
 
 def test_a_folder_that_is_no_dataset_is_told_in_bounded_time(data, monkeypatch):
-    from studio import captions
+    from studio.train import dataset_captions
 
-    monkeypatch.setattr(captions, "MOST_FILES", 1000)
+    monkeypatch.setattr(dataset_captions, "MOST_FILES", 1000)
     began = time.monotonic()
     with pytest.raises(Trouble, match="more in / than a dataset"):
-        captions.pictures_in(Path("/"))
+        dataset_captions.pictures_in(Path("/"))
     assert time.monotonic() - began < 10
     assert to_line("x")

@@ -12,10 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from backend.host import ending, journal, processes, run, runs, tool, tracing, worker
-from backend.schema.knobs import to_file_text
+from backend.host import background_estimates, lora_tool_process, shutdown
+from backend.host.engine import worker_process
+from backend.host.process import event_log, processes
+from backend.host.runs import runs, status
 from backend.schema.messages import to_line
-from backend.schema.training import TrainingConfig
+from backend.schema.settings import to_file_text
+from backend.schema.training.config import TrainingConfig
 from tests.waiting import wait_for
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -58,8 +61,8 @@ LINES = {
 
 @pytest.mark.parametrize("what", LINES)
 def test_any_line_of_events_leaves_the_list_and_the_tab(data, what):
-    from studio import run_view
-    from studio.studio import Studio
+    from studio.panels import run_status
+    from studio.state.context import Studio
 
     good = hostile(data, "2026-01-02_00-00-00_good", to_line("started", total_steps=3))
     bad = hostile(data, "2026-01-01_00-00-00_bad", LINES[what], to_line("step", step=2, total_steps=9, loss=0.5))
@@ -67,10 +70,10 @@ def test_any_line_of_events_leaves_the_list_and_the_tab(data, what):
     assert set(found) == {good, bad} and found[bad].step == 2 and found[bad].loss is not None
     studio = Studio(data, None, ())
     for draw in (
-        lambda: run_view.head(found[bad], now=time.time()),
-        lambda: run_view.loss_curve(found[bad], runs.loss_series(bad)),
-        lambda: run_view.samples(studio, found[bad]) + run_view.results(studio, found[bad]),
-        lambda: run_view.runs_list(list(found.values()), shown=found[bad], now=time.time()),
+        lambda: run_status.head(found[bad], now=time.time()),
+        lambda: run_status.loss_curve(found[bad], runs.loss_series(bad)),
+        lambda: run_status.samples(studio, found[bad]) + run_status.results(studio, found[bad]),
+        lambda: run_status.runs_list(list(found.values()), shown=found[bad], now=time.time()),
     ):
         draw().encode()
 
@@ -79,14 +82,14 @@ def test_any_line_of_events_leaves_the_list_and_the_tab(data, what):
     "config", ["", "{", "[]", '{"lora_rank": "x"}', '{"evil": 1}', '{"name": "\\u0000"}', "[" * 200_000, '{"seed": 1e999}']
 )  # fmt: skip
 def test_settings_that_cannot_be_read_are_an_entry_with_a_sentence(data, config):
-    from studio import run_view
+    from studio.panels import run_status
 
     folder = hostile(data, "2026-01-01_00-00-00_bad", config=config)
     good = runs.create(TrainingConfig(), data)
     found = {one.folder: one for one in runs.list_runs(data)}
     assert (found[folder].status, found[good].status) == ("unreadable", "queued")
     assert found[folder].sentence.endswith(".") and not found[folder].can_resume
-    assert run_view.head(found[folder], now=0.0) and not run_view.buttons(found[folder])["stop"]
+    assert run_status.head(found[folder], now=0.0) and not run_status.buttons(found[folder])["stop"]
     assert runs.discard(folder, places=data).is_dir()
 
 
@@ -105,11 +108,11 @@ def test_a_record_of_a_process_may_hold_anything(data, record):
     for name in ("studio.json", "worker.json", "tool/process.json", "memory/process"):
         (data.user / name).write_text(record)
     assert [one.live for one in runs.list_runs(data)] == [False] and runs.live_runs(data) == []
-    assert ending.sweep(data) == []
-    worker.end_left_behind(data)
-    tracing.end(data)
-    tool.read(data)
-    tool.cancel(data)
+    assert shutdown.sweep(data) == []
+    worker_process.end_left_behind(data)
+    background_estimates.end(data)
+    lora_tool_process.read(data)
+    lora_tool_process.cancel(data)
 
 
 @pytest.fixture
@@ -131,13 +134,13 @@ def test_a_record_that_names_a_foreign_process_ends_nothing_and_holds_nothing_up
     (data.user / "memory").mkdir()
     for name in ("studio.json", "worker.json", "tool/process.json", "memory/process", "memory/reader"):
         (data.user / name).write_text(record)
-    assert runs.live_runs(data) == [] and run.at_work(data) == "" and not runs.read(folder).live
+    assert runs.live_runs(data) == [] and status.at_work(data) == "" and not runs.read(folder).live
     runs.stop_all(data, grace_seconds=0)
     runs.kill(folder, grace_seconds=0)
-    worker.end_left_behind(data)
-    tracing.end(data)
-    tool.cancel(data)
-    assert ending.sweep(data) == []
+    worker_process.end_left_behind(data)
+    background_estimates.end(data)
+    lora_tool_process.cancel(data)
+    assert shutdown.sweep(data) == []
 
 
 def test_a_record_of_another_runs_process_is_not_this_run(data):
@@ -189,10 +192,10 @@ def test_what_could_not_be_ended_is_said_and_the_exit_code_is_1(data, monkeypatc
     runs.start(folder, places=data, argv=SLEEP)
     end_tree = processes.end_tree
     monkeypatch.setattr(processes, "end_tree", lambda *args, **more: False)
-    left = ending.sweep(data)
+    left = shutdown.sweep(data)
     assert left == [f"the run {folder.name}"] and folder.name in capsys.readouterr().err
     monkeypatch.setattr(processes, "end_tree", end_tree)
-    assert ending.sweep(data) == []
+    assert shutdown.sweep(data) == []
 
 
 def test_one_step_of_the_end_that_fails_keeps_no_other_from_it(data, capsys):
@@ -206,7 +209,7 @@ def test_one_step_of_the_end_that_fails_keeps_no_other_from_it(data, capsys):
     folder = runs.create(TrainingConfig(), data)
     process = runs.start(folder, places=data, argv=[*SLEEP[:2], "import time, signal; time.sleep(60)"])
     runs.RUN_GRACE = 0
-    left = ending.end_all(Broken(), data, type("E", (), {"hurry": _set()})())
+    left = shutdown.end_all(Broken(), data, type("E", (), {"hurry": _set()})())
     assert len(left) == 1 and "broken" in left[0]
     wait_for(lambda: not processes.alive(process), seconds=10)
 
@@ -300,15 +303,15 @@ def test_200_mb_of_events_are_read_in_bounded_time_and_memory(data):
     assert any("passed over" in note for note in found.notes)
     assert seconds < 10 and grown < 80 * 2**20, (seconds, grown)
     (folder / "events.jsonl").unlink()
-    run.forget(folder)
+    status.forget(folder)
 
 
 def test_a_line_without_an_end_is_passed_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(journal, "MOST_LINE_BYTES", 1000)
-    monkeypatch.setattr(journal, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(event_log, "MOST_LINE_BYTES", 1000)
+    monkeypatch.setattr(event_log, "BLOCK_BYTES", 300)
     events = tmp_path / "events.jsonl"
     events.write_bytes(to_line("step", step=1, loss=1.0).encode() + b"x" * 5000)
-    one = journal.Journal(tmp_path)
+    one = event_log.Journal(tmp_path)
     one.update()
     assert (one.step, len(one.partial) <= 1000) == (1, True)
     with events.open("ab") as file:
@@ -328,16 +331,16 @@ def test_what_is_kept_of_many_events_is_bounded(tmp_path):
                 to_line("saved", path=f"{number}") + to_line("sample", step=number, path=f"{number}", prompt="p" * 99)
             )
             file.write(json.dumps({"event": "memory", f"{number}_bytes": number}) + "\n")
-    one = journal.Journal(tmp_path)
+    one = event_log.Journal(tmp_path)
     one.update()
-    assert len(one.saved) <= journal.KEPT_FILES and len(one.samples) <= 2 * journal.KEPT_FILES
-    assert len(one.memory) <= journal.MOST_FIGURES
+    assert len(one.saved) <= event_log.KEPT_FILES and len(one.samples) <= 2 * event_log.KEPT_FILES
+    assert len(one.memory) <= event_log.MOST_FIGURES
 
 
 # The claim
 
 
-CLAIM = "from backend.host.claim import claim; from backend.schema.places import places; import time, sys\n"
+CLAIM = "from backend.host.process.data_folder_lock import claim; from backend.schema.paths import places; import time, sys\n"
 
 
 def another_studio(data, then: str = "time.sleep(60)"):
@@ -354,7 +357,7 @@ def another_studio(data, then: str = "time.sleep(60)"):
 def test_the_claim_on_a_data_folder_outlives_its_files_and_ends_with_its_holder(data, lost):
     import shutil
 
-    from backend.host import claim
+    from backend.host.process import data_folder_lock
 
     child = another_studio(data)
     try:
@@ -363,14 +366,14 @@ def test_the_claim_on_a_data_folder_outlives_its_files_and_ends_with_its_holder(
         elif lost == "studio.json":
             (data.user / "studio.json").write_text("{")
         with pytest.raises(runs.Trouble, match="open already"):
-            claim.claim(data, port=1)
-        assert claim.holder(data) is not None
+            data_folder_lock.claim(data, port=1)
+        assert data_folder_lock.holder(data) is not None
     finally:
         child.kill()
         child.communicate()
-    claim.claim(data, port=1)
-    assert claim.holder(data) is None
-    claim.release(data)
+    data_folder_lock.claim(data, port=1)
+    assert data_folder_lock.holder(data) is None
+    data_folder_lock.release(data)
 
 
 def test_of_studios_that_start_at_once_one_has_the_folder(data):

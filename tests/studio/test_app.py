@@ -11,5 +11,5 @@ def test_a_public_address_without_a_login_is_refused(data, capsys):
 
 
 def test_choices_of_an_older_version_are_completed():
-    assert app._whole(None) == app._whole({}) == app.session.CHOICES
-    assert app._whole({"run": "x", "gone": 1}) == app.session.CHOICES | {"run": "x"}
+    assert app._whole(None) == app._whole({}) == app.saved_forms.CHOICES
+    assert app._whole({"run": "x", "gone": 1}) == app.saved_forms.CHOICES | {"run": "x"}

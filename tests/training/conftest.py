@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageDraw
 
-from backend.schema.places import Places
+from backend.schema.paths import Places
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from backend.training.checkpoint import list_states, load_state, step_of
+from backend.training.checkpoint.state import list_states, load_state, step_of
 
 STEPS, SAVE_STEPS = 9, 3
 FLAGS = (

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file
 
-from backend.schema.places import PROJECT
+from backend.schema.paths import PROJECT
 from backend.training.__main__ import main
 from tests.training.kill_campaign import Held
 
@@ -119,9 +119,9 @@ def test_the_documented_command_killed_and_gone_on_with_by_the_script_is_the_uni
     launch, data, table: Path, tiny_qwen: Path, run_training, monkeypatch
 ):
     """First as a module with a data folder, then as a script by its path, which works on the folder that it is started in."""
-    from backend.catalog.identify import identify_model
-    from backend.engine import lora
-    from backend.engine.load import load_part
+    from backend.catalog.models.identify import identify_model
+    from backend.engine.loading.load import load_part
+    from backend.engine.lora import adapters
     from backend.families import FAMILIES
 
     epochs = 15
@@ -149,7 +149,7 @@ def test_the_documented_command_killed_and_gone_on_with_by_the_script_is_the_uni
     one, two = load_file(out / last), load_file(whole / last)
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
     dit = load_part(identify_model(tiny_qwen, FAMILIES).parts["dit"], dtype=torch.float32)
-    receipt = lora.load(dit, out / last)  # as the pipeline takes it
+    receipt = adapters.load(dit, out / last)  # as the pipeline takes it
     assert receipt.layers_applied == receipt.layers_found > 0 and not receipt.unused
 
 

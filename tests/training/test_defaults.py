@@ -15,9 +15,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from backend.schema.knobs import to_file_text
-from backend.schema.places import ASSETS, Places
-from backend.schema.training import TrainingConfig
+from backend.schema.paths import ASSETS, Places
+from backend.schema.settings import to_file_text
+from backend.schema.training.config import TrainingConfig
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
@@ -32,10 +32,10 @@ MOST_DRIFT = 0.15  # of the distance between the untouched model's pictures of t
 
 def form_config(kind: str):
     """What the form holds when it is opened on a shipped set."""
-    from studio import captions, presets
-    from studio.train import with_dataset
+    from studio.train import dataset_captions, presets
+    from studio.train.tab import with_dataset
 
-    assert captions.shipped()
+    assert dataset_captions.shipped()
     config = presets.apply(presets.presets()[0], TrainingConfig())
     return with_dataset(config, str(ASSETS / "datasets" / kind))
 
@@ -44,8 +44,8 @@ class Painter:
     """Draws with the starter as the engine does."""
 
     def __init__(self):
-        from backend.schema.training import ModelSection
-        from backend.training.base import find_base, load_parts
+        from backend.schema.training.config import ModelSection
+        from backend.training.model.base_model import find_base, load_parts
 
         base = find_base(ModelSection())
         cpu = torch.device("cpu")
@@ -55,7 +55,7 @@ class Painter:
 
     @torch.no_grad()
     def draw(self, prompt: str) -> torch.Tensor:
-        from backend.training.samples import draw_latents
+        from backend.training.encoding.draw import draw_latents
 
         towards, away = self.family.encode_text(self.parts, [prompt, " "])
         return draw_latents(
@@ -73,8 +73,8 @@ class Painter:
 
     @torch.no_grad()
     def set_latents(self, folder: Path) -> torch.Tensor:
-        from backend.training.cache import open_pixels
-        from backend.training.dataset import read_folder
+        from backend.dataset.dataset import read_folder
+        from backend.training.encoding.encoding_cache import open_pixels
 
         pixels = torch.stack([open_pixels(item, (128, 128)) for item in read_folder(folder).items])
         return self.family.encode_image(self.parts, pixels)
@@ -91,7 +91,8 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> list[float]:
 
 def train(kind: str, data: Places) -> tuple[Path, float]:
     """Trains by a run's folder, as the page does, to the end or until asked to stop. The result and the CPU seconds it took."""
-    from backend.host import processes, runs
+    from backend.host.process import processes
+    from backend.host.runs import runs
 
     folder = runs.create(form_config(kind), data)
     assert "max_steps" in to_file_text(form_config(kind))
@@ -133,16 +134,16 @@ def untouched(painter: Painter) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["character", "style"])
 def test_the_forms_defaults_take_quickly_and_leave_the_rest_alone(data: Places, painter: Painter, untouched, kind: str):
-    from backend.engine import lora
+    from backend.engine.lora import adapters
 
     file, seconds = train(kind, data)
     print(kind, f"{seconds:.0f} CPU s")
     assert seconds < MOST_CPU_SECONDS
     dit = painter.parts["dit"]
-    lora.load(dit, file)
+    adapters.load(dit, file)
     before = {prompt: untouched[prompt] for prompt in (*PROMPTS[kind], *CONTROLS)}
     after = {prompt: painter.draw(prompt) for prompt in before}
-    lora.clear(dit)
+    adapters.clear(dit)
     shown = painter.set_latents(ASSETS / "datasets" / kind)
     for prompt in PROMPTS[kind]:
         ratios = [

@@ -12,14 +12,16 @@ torch = pytest.importorskip("torch")
 
 from accelerate.optimizer import patch_optimizer_step
 
-from backend.catalog.identify import identify_model
-from backend.engine import calibrate
+from backend.catalog.models.identify import identify_model
+from backend.engine.devices import benchmark
 from backend.families import FAMILIES
-from backend.host import runs
-from backend.schema.knobs import to_file_text
+from backend.host.runs import runs
 from backend.schema.preferences import Preferences
-from backend.schema.training import TrainingConfig
-from backend.training import base, checkpoint, loop, offload
+from backend.schema.settings import to_file_text
+from backend.schema.training.config import TrainingConfig
+from backend.training import loop
+from backend.training.checkpoint import state as checkpoint
+from backend.training.model import activation_checkpointing, base_model
 
 pytestmark = pytest.mark.torch
 
@@ -70,9 +72,9 @@ def test_a_state_of_more_cards_comes_back_on_fewer(monkeypatch):
 
 
 def test_parts_that_will_be_spread_never_lie_whole_on_one_device(tiny_qwen, monkeypatch):
-    spec, asked, load_part = identify_model(tiny_qwen, FAMILIES), [], base.load_part
+    spec, asked, load_part = identify_model(tiny_qwen, FAMILIES), [], base_model.load_part
     monkeypatch.setattr(
-        base,
+        base_model,
         "load_part",
         lambda part, *, dtype, device, **options: (
             asked.append(str(device)) or load_part(part, dtype=dtype, device="cpu", **options)
@@ -81,10 +83,10 @@ def test_parts_that_will_be_spread_never_lie_whole_on_one_device(tiny_qwen, monk
     monkeypatch.setattr(torch.nn.Module, "to", lambda module, device: asked.append(str(device)) or module)
     card = torch.device("cuda:1")
     found = types.SimpleNamespace(spec=spec, family=types.SimpleNamespace())
-    base.load_parts(found, ["dit"], trained=(), dtype=torch.bfloat16, device=card)
+    base_model.load_parts(found, ["dit"], trained=(), dtype=torch.bfloat16, device=card)
     assert asked == ["cuda:1", "cuda:1"]
     asked.clear()
-    base.load_parts(found, ["dit"], trained=(), dtype=torch.bfloat16, device=card, stay_in_ram=True)
+    base_model.load_parts(found, ["dit"], trained=(), dtype=torch.bfloat16, device=card, stay_in_ram=True)
     assert asked == ["cpu"]
 
 
@@ -139,14 +141,14 @@ def test_a_loss_that_stays_infinite_ends_a_run_with_a_scaler_too(run_training, e
 def test_the_measured_device_is_waited_for_and_checkpoints_use_the_tensors_own(monkeypatch):
     waited = []
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    calibrate._wait(torch.device("cuda", 1))
+    benchmark._wait(torch.device("cuda", 1))
     assert waited == [torch.device("cuda", 1)]
     made = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device=None: made.append(device) or object())
-    monkeypatch.setattr(offload, "Kept", lambda tensor, stream: (tensor, stream))
+    monkeypatch.setattr(activation_checkpointing, "Kept", lambda tensor, stream: (tensor, stream))
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:1"):
         tensor = torch.empty(4)
-    offload.Checkpoints().keep([torch.ones(1), tensor])
+    activation_checkpointing.Checkpoints().keep([torch.ones(1), tensor])
     assert made == [torch.device("cuda", 1)]
 
 

@@ -42,13 +42,13 @@ def by_hand(model: Path, folder: Path, places: list[int]) -> float:
     of what is edited behind those of what is learnt."""
     from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 
-    from backend.catalog.identify import identify_model
-    from backend.engine.load import load_part
+    from backend.catalog.models.identify import identify_model
+    from backend.dataset.bucket_sampler import epoch_batches
+    from backend.dataset.dataset import Item
+    from backend.engine.loading.load import load_part
     from backend.families import FAMILIES, qwen_image
-    from backend.schema.training import LossSection
-    from backend.training.batches import epoch_batches
-    from backend.training.dataset import Item
-    from backend.training.objective import draw, training_levels
+    from backend.schema.training.config import LossSection
+    from backend.training.model.flow_matching_loss import draw, training_levels
 
     spec = identify_model(model, FAMILIES)
     parts = {name: load_part(spec.parts[name], dtype=torch.float32) for name in ("text_encoder", "vision")}
@@ -146,8 +146,8 @@ def test_two_stages_give_what_one_gives(train, tmp_path: Path, tiny_edit: Path, 
 def test_samples_begin_from_pictures_and_are_what_the_engine_draws_with_the_lora(
     train, events, tmp_path: Path, tiny_edit: Path, pairs: Path
 ):
-    from backend.catalog.identify import identify_model
-    from backend.engine.pipeline import Pipeline
+    from backend.catalog.models.identify import identify_model
+    from backend.engine.pipeline.pipeline import Pipeline
     from backend.families import FAMILIES
     from backend.schema.request import GenerationRequest, LoraUse
 
@@ -318,13 +318,13 @@ def test_what_does_not_go_together(
 
 def test_cuts_and_mirrors_lie_over_each_other(tmp_path: Path):
     """The edit picture is twice as large and the negative of its sample, so that in every view it has to be again."""
+    from backend.dataset.crops import cut
+    from backend.dataset.dataset import Item, measure
+    from backend.dataset.reference_images import reference_sizes, shown, whole
     from backend.families import qwen_image
     from backend.schema.messages import Trouble
-    from backend.training.cache import open_pixels
-    from backend.training.crops import cut
-    from backend.training.dataset import Item, measure
-    from backend.training.edits import reference_sizes, shown, whole
-    from backend.training.shown import open_shown
+    from backend.training.encoding.encoding_cache import open_pixels
+    from backend.training.encoding.open_images import open_shown
 
     picture = Image.radial_gradient("L").resize((200, 120)).rotate(20).convert("RGB")
     picture.save(tmp_path / "a.png")

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file
 
-from backend.training import offload
+from backend.training.model import activation_checkpointing
 
 pytestmark = pytest.mark.torch
 BASE = ("--max_steps", 3, "--save_dtype", "float32", "--height", 32, "--width", 32)
@@ -33,7 +33,7 @@ class Block(torch.nn.Module):
 
 @pytest.mark.parametrize("casting", [False, True])
 def test_recomputed_blocks_have_the_gradients_of_plain_ones(casting: bool):
-    found, checkpoints = [], offload.Checkpoints()
+    found, checkpoints = [], activation_checkpointing.Checkpoints()
     for again in (lambda block, *values: block(*values), checkpoints.recompute):
         torch.manual_seed(0)
         blocks = [Block(), Block()]
@@ -223,9 +223,9 @@ def test_a_quantised_base_teaches_nearly_what_the_full_one_does(run_training, ev
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs the kernel's account of pages")
 def test_of_a_quantised_base_the_file_is_not_resident_as_well():
-    from backend.schema.training import ModelSection
-    from backend.training.base import find_base, load_parts
-    from backend.training.quantised import Quantised
+    from backend.schema.training.config import ModelSection
+    from backend.training.model.base_model import find_base, load_parts
+    from backend.training.model.quantization import Quantised
 
     base, cpu = find_base(ModelSection()), torch.device("cpu")
     spec = base.spec.parts["dit"]
@@ -273,14 +273,14 @@ def test_methods_say_what_they_lack(tiny_qwen: Path, monkeypatch):
     import importlib.util
     from dataclasses import replace
 
-    from backend.catalog.identify import identify_model
-    from backend.catalog.refused import check_training
-    from backend.catalog.sizes import sizes_of
+    from backend.catalog.models.identify import identify_model
     from backend.families import FAMILIES, qwen_image
-    from backend.schema.knobs import from_values
+    from backend.planner.check_training import check_training
+    from backend.planner.costs.model_sizes import sizes_of
     from backend.schema.messages import Trouble
-    from backend.schema.training import TrainingConfig
-    from backend.training.quantised import read_options
+    from backend.schema.settings import from_values
+    from backend.schema.training.config import TrainingConfig
+    from backend.training.model.quantization import read_options
 
     spec = identify_model(tiny_qwen, FAMILIES)
 

@@ -66,7 +66,7 @@ def test_a_lora_run_leaves_results_states_samples_and_events(run_training, event
 
 
 def test_a_lora_is_recognised_and_moves_every_layer(run_training, tmp_path: Path):
-    from backend.catalog.identify import identify_lora
+    from backend.catalog.models.identify import identify_lora
     from backend.families import FAMILIES
 
     assert (
@@ -344,17 +344,17 @@ def test_a_picture_that_breaks_half_way_is_named(run_training, events, tmp_path:
 def test_a_loss_that_is_no_number_ends_the_run_with_the_last_state_good(
     run_training, events, tmp_path: Path, monkeypatch
 ):
-    from backend.training import learner
+    from backend.training.model import training_module
 
     assert run_training(tmp_path / "run", "--max_steps", 2) == 0
-    good = learner.errors
+    good = training_module.errors
     calls = []
 
     def bad(*arguments):
         calls.append(1)
         return good(*arguments) * (float("nan") if len(calls) > 1 else 1.0)
 
-    monkeypatch.setattr(learner, "errors", bad)
+    monkeypatch.setattr(training_module, "errors", bad)
     flags = ("--max_steps", 20, "--save_steps", 1, "--resume_from_checkpoint", "latest")
     assert run_training(tmp_path / "run", *flags) == 2
     last = events(tmp_path / "run")[-1]
@@ -367,7 +367,7 @@ def test_a_loss_that_is_no_number_ends_the_run_with_the_last_state_good(
         calls.append(1)
         return good(*arguments) * (float("nan") if len(calls) == 3 else 1.0)
 
-    monkeypatch.setattr(learner, "errors", now_and_then)
+    monkeypatch.setattr(training_module, "errors", now_and_then)
     flags = ("--max_steps", 10, "--save_steps", 3, "--keep_checkpoints", 9, "--resume_from_checkpoint", "latest")
     assert run_training(tmp_path / "run", *flags) == 0  # step 6 is bad: what it owes is saved after step 7
     assert [path.name for path in sorted(states.iterdir())][2:] == ["step-000007", "step-000009", "step-000010"]

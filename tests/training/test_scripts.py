@@ -177,7 +177,7 @@ def test_the_scripts_of_models_that_edit(typed, folder: Path, name: str):
 @pytest.mark.parametrize("prefix", ["pipe.dit.", "pipe.", "", "nonsense."])
 def test_the_prefix_is_cut_from_the_names_of_a_lora_too(run_training, tmp_path: Path, prefix: str):
     """DiffSynth's names in full are `pipe.dit.MODULE…`; each file is read again, whatever was cut."""
-    from backend.catalog.identify import identify_lora
+    from backend.catalog.models.identify import identify_lora
     from backend.families import FAMILIES
 
     assert run_training(tmp_path / "run", "--max_steps", 1, "--remove_prefix_in_ckpt", prefix) == 0

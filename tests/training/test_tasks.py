@@ -14,9 +14,9 @@ torch = pytest.importorskip("torch")
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from backend.schema.knobs import from_values
 from backend.schema.messages import Trouble
-from backend.schema.training import TrainingConfig
+from backend.schema.settings import from_values
+from backend.schema.training.config import TrainingConfig
 
 pytestmark = pytest.mark.torch
 BASE = ("--max_steps", 2, "--save_dtype", "float32", "--height", 32, "--width", 32)
@@ -80,11 +80,11 @@ def test_a_preset_lora_is_in_the_base_and_not_in_the_result(run_training, events
 @pytest.mark.parametrize("kind", ["dora", "rslora", "loha", "lokr", "oft"])
 def test_other_adapters_are_read_back(run_training, tmp_path: Path, tiny_qwen: Path, kind: str):
     """By the library and by the engine, whose layers then answer as those that were trained, to the rounding of what is saved."""
-    from backend.catalog.identify import identify_lora, identify_model
-    from backend.engine import lora
-    from backend.engine.load import load_part
+    from backend.catalog.models.identify import identify_lora, identify_model
+    from backend.engine.loading.load import load_part
+    from backend.engine.lora import adapters
     from backend.families import FAMILIES, qwen_image
-    from backend.training.adapters import add_adapter, load_adapter
+    from backend.training.model.peft_adapters import add_adapter, load_adapter
 
     flags = ("--lora_algorithm", kind, "--lora_target_modules", "to_q,to_k", "--learning_rate", 0.05)
     assert run_training(tmp_path / "run", *BASE, *flags) == 0
@@ -97,7 +97,7 @@ def test_other_adapters_are_read_back(run_training, tmp_path: Path, tiny_qwen: P
     named = {f"dit.{name}": weight for name, weight in trained.named_parameters() if weight.requires_grad}
     load_adapter(adapter, named, load_file(file))
     plain = loaded.transformer_blocks[0].attn.to_q(torch.ones(1, 48))
-    receipt = lora.load(loaded, file)
+    receipt = adapters.load(loaded, file)
     assert receipt.layers_applied == 4 and not receipt.unused
     for name in ("transformer_blocks.0.attn.to_q", "transformer_blocks.1.attn.to_k"):
         x = torch.randn(3, 48)
@@ -109,10 +109,10 @@ def test_an_oft_says_how_it_is_meant_and_peft_reads_it_equal(run_training, tmp_p
     """The fields in the header are those of PEFT's OFTConfig: peft's own layers, made of them and filled by peft, answer as ours do."""
     import peft
 
-    from backend.catalog.identify import identify_model
-    from backend.catalog.safetensors_header import read_layout
-    from backend.engine import lora
-    from backend.engine.load import load_part
+    from backend.catalog.formats.safetensors import read_layout
+    from backend.catalog.models.identify import identify_model
+    from backend.engine.loading.load import load_part
+    from backend.engine.lora import adapters
     from backend.families import FAMILIES
 
     flags = ("--lora_algorithm", "oft", "--lora_target_modules", "to_q,to_k", "--learning_rate", 0.05)
@@ -126,7 +126,7 @@ def test_an_oft_says_how_it_is_meant_and_peft_reads_it_equal(run_training, tmp_p
     peft.inject_adapter_in_model(peft.OFTConfig(**fields), theirs)
     loaded = peft.set_peft_model_state_dict(theirs, load_file(file))
     assert not loaded.unexpected_keys and not any("oft_" in key for key in loaded.missing_keys)
-    assert not any("rotations" in note for note in lora.load(ours, file).notes)
+    assert not any("rotations" in note for note in adapters.load(ours, file).notes)
     x = torch.randn(3, 48)
     for name in ("transformer_blocks.0.attn.to_q", "transformer_blocks.1.attn.to_k"):
         plain = load_part(part, dtype=torch.float32).get_submodule(name)(x)
@@ -140,7 +140,7 @@ def test_an_oft_says_how_it_is_meant_and_peft_reads_it_equal(run_training, tmp_p
     peft.inject_adapter_in_model(peft.OFTConfig(**{**fields, "use_cayley_neumann": False}), exact)
     peft.set_peft_model_state_dict(exact, load_file(file))
     old = load_part(part, dtype=torch.float32)
-    lora.load(old, other)
+    adapters.load(old, other)
     torch.testing.assert_close(old.get_submodule(name)(x), exact.get_submodule(name)(x), rtol=1e-5, atol=1e-5)
     state = tmp_path / "run" / "checkpoints" / "step-000002" / "state.json"
     facts = json.loads(state.read_text())
@@ -154,7 +154,7 @@ def test_an_oft_says_how_it_is_meant_and_peft_reads_it_equal(run_training, tmp_p
 def test_a_lora_to_begin_from_is_read_as_it_is_meant(tmp_path: Path):
     """Its alpha from PEFT's configuration, its 8-bit factors times their scales, one module under two names once."""
     from backend.families import qwen_image
-    from backend.training.adapters import add_adapter, load_file_adapter
+    from backend.training.model.peft_adapters import add_adapter, load_file_adapter
 
     def begin(tensors: dict, alpha: float) -> torch.Tensor:
         save_file(tensors, tmp_path / "adapter_model.safetensors")
@@ -185,7 +185,7 @@ def test_a_lora_to_begin_from_is_read_as_it_is_meant(tmp_path: Path):
 
 def test_dora_over_a_row_of_zeros_has_numbers():
     from backend.families import qwen_image
-    from backend.training.adapters import add_adapter
+    from backend.training.model.peft_adapters import add_adapter
 
     module = torch.nn.Sequential(torch.nn.Linear(6, 4, bias=False))
     with torch.no_grad():
@@ -221,12 +221,12 @@ def test_a_lora_file_can_be_gone_on_from(run_training, tmp_path: Path, capsys):
 
 
 def test_targets_are_names_expressions_all_or_a_set_of_the_family(tiny_qwen: Path):
-    from backend.catalog.identify import identify_model
-    from backend.catalog.refused import layers_of
-    from backend.catalog.sizes import sizes_of
-    from backend.catalog.targets import target_modules
-    from backend.engine.load import build_meta
+    from backend.catalog.lora.target_modules import target_modules
+    from backend.catalog.models.identify import identify_model
+    from backend.engine.loading.load import build_meta
     from backend.families import FAMILIES, qwen_image
+    from backend.planner.check_training import layers_of
+    from backend.planner.costs.model_sizes import sizes_of
     from backend.schema.messages import Trouble
 
     spec = identify_model(tiny_qwen, FAMILIES)

@@ -13,9 +13,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from backend.catalog.spec import PartSpec
-from backend.engine import memory, placement, pump
-from backend.schema.vram import VramConfig
-from tests.engine.fake_card import CARD, fake_card
+from backend.engine.devices import device_memory
+from backend.engine.loading import pinned_copy
+from backend.engine.offload import placement
+from backend.schema.memory_plan import VramConfig
+from tests.engine.fake_cuda import CARD, fake_card
 from tests.engine.small import write_part
 
 FP8 = "float8_e4m3fn"
@@ -88,14 +90,14 @@ class Late:
 @contextlib.contextmanager
 def late(device: torch.device, seed: int) -> Iterator[Late]:
     """On a card kernels that only pass time; in a rehearsal the fake card, which runs each copy as late as it may."""
-    if not memory.is_ram(device):
+    if not device_memory.is_ram(device):
         chance = torch.Generator().manual_seed(seed)
         longest = 400_000  # cycles, some 0.2 ms
         sleep = getattr(torch.get_device_module(device), "_sleep", lambda cycles: None)
         yield Late(device, lambda: sleep(int(torch.randint(longest, (), generator=chance))))
         return
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pump.Pump.__init__, "__kwdefaults__", {"bounce_bytes": 4096})
+        patched.setattr(pinned_copy.Pump.__init__, "__kwdefaults__", {"bounce_bytes": 4096})
         with fake_card(patched, seed, early=[0.0, 0.05, 0.3][seed % 3]) as card:
             yield Late(CARD, lambda: None, card.faults)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from diffusers import QwenImageTransformer2DModel
 
-from backend.engine import memory
+from backend.engine.devices import device_memory
 from backend.families import qwen_image
 from benchmarks import ways
 from tests.gpu.checks.compare import winner
@@ -23,7 +23,7 @@ def attention(device: torch.device, tiny: bool) -> Outcome:
         "four blocks": winner(step),
         "seconds": {"attention": alone, "four blocks": step},
     }
-    held = None if memory.is_ram(device) else alone["together"] >= SLOWER_WITH_MASK * alone["apart"]
+    held = None if device_memory.is_ram(device) else alone["together"] >= SLOWER_WITH_MASK * alone["apart"]
     return Outcome(held, measured)
 
 
@@ -50,4 +50,4 @@ def others(device: torch.device, tiny: bool) -> Outcome:
     found = [row for row in (ways.fp8_scales(device), ways.hooks(device), ways.vae(device)) if row]
     measured = {row["choice"]: winner(row["seconds"]) for row in found}
     measured["seconds"] = {row["choice"]: row["seconds"] for row in found}
-    return Outcome(None if memory.is_ram(device) else bool(found), measured)
+    return Outcome(None if device_memory.is_ram(device) else bool(found), measured)

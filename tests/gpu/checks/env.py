@@ -10,12 +10,12 @@ import sys
 
 import torch
 
-from backend.engine import abilities, memory
+from backend.engine.devices import capabilities, device_memory
 from tests.gpu.runner import Outcome
 
 
 def environment(device: torch.device, tiny: bool) -> Outcome:
-    card = memory.probe(device)
+    card = device_memory.probe(device)
     found = {
         "device": card.name,
         "torch": torch.__version__,
@@ -26,8 +26,8 @@ def environment(device: torch.device, tiny: bool) -> Outcome:
         "RAM GiB": card.ram_total_bytes / 2**30,
         "compiler": shutil.which("gcc") or shutil.which("cc") or "none",
         "triton": importlib.util.find_spec("triton") is not None,
-        "no compiled blocks": abilities.why_no_compiler(device),
-        "no FP8 products": abilities.why_no_fp8_products(device),
+        "no compiled blocks": capabilities.why_no_compiler(device),
+        "no FP8 products": capabilities.why_no_fp8_products(device),
         "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF"),
     }
     if device.type != "cuda":

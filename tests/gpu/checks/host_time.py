@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 from diffusers import QwenImageTransformer2DModel
 
-from backend.engine import memory, placement
+from backend.engine.devices import device_memory
+from backend.engine.offload import placement
 from backend.families import qwen_image
-from backend.schema import ways
-from backend.schema.vram import VramConfig
+from backend.schema import measured_choices
+from backend.schema.memory_plan import VramConfig
 from tests.engine.small import write_part
 from tests.gpu.checks.chain import RAM
 from tests.gpu.checks.compare import winner, with_way
@@ -29,7 +30,7 @@ def host_time(device: torch.device, tiny: bool) -> Outcome:
     host, step = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         part = write_part(Path(folder), whole, dtype=torch.bfloat16)
-        for way in ways.CHOICES["hooks"]:
+        for way in measured_choices.CHOICES["hooks"]:
             with with_way("hooks", way):
                 with torch.device("meta"):
                     module = QwenImageTransformer2DModel(**config)
@@ -39,7 +40,7 @@ def host_time(device: torch.device, tiny: bool) -> Outcome:
                 host[way], step[way] = _times(module, device, 8 if tiny else 64, 1 if tiny else ROUNDS)
                 placed.close()
     measured = {"host seconds": host, "step seconds": step, "hooks": winner(step)}
-    return Outcome(None if memory.is_ram(device) else host["layers"] < MOST_SECONDS, measured)
+    return Outcome(None if device_memory.is_ram(device) else host["layers"] < MOST_SECONDS, measured)
 
 
 def _times(module, device: torch.device, cells: int, rounds: int) -> tuple[float, float]:

@@ -13,9 +13,10 @@ import numpy
 import pytest
 import torch
 
-from backend.catalog.identify import identify_model
-from backend.engine import drawing, memory, shortage
-from backend.engine.pipeline import Pipeline
+from backend.catalog.models.identify import identify_model
+from backend.engine.devices import device_memory, out_of_memory
+from backend.engine.pipeline import denoise
+from backend.engine.pipeline.pipeline import Pipeline
 from backend.families import FAMILIES
 from backend.schema.request import GenerationRequest
 from tests.engine.small_card import SmallCard, small_card
@@ -35,16 +36,16 @@ class Card:
     less_bytes: int = 1 << 20  # than the peak
 
     def limit(self, most_bytes: float) -> None:
-        total = memory.card_memory(self.device)[0]
+        total = device_memory.card_memory(self.device)[0]
         torch.cuda.set_per_process_memory_fraction(min(1.0, most_bytes / total), self.device)
 
     def now(self) -> int:
-        memory.give_back(self.device)
-        return memory.allocated(self.device)
+        device_memory.give_back(self.device)
+        return device_memory.allocated(self.device)
 
     def peak_of(self, work: Callable[[], torch.Tensor]) -> int:
-        memory.give_back(self.device)
-        peak = memory.Peak(self.device)
+        device_memory.give_back(self.device)
+        peak = device_memory.Peak(self.device)
         work()
         return peak.look()
 
@@ -92,14 +93,14 @@ def _limited(patched: pytest.MonkeyPatch, device: torch.device) -> Iterator[Card
 
 def _recorded(patched: pytest.MonkeyPatch) -> list[str]:
     """The words of errors that are asked about, as they are asked."""
-    said, is_one = [], shortage.is_one
+    said, is_one = [], out_of_memory.is_one
 
     def asked(error, device=None) -> bool:
         found = is_one(error, device)
         said.append(f"{type(error).__name__} ({'memory' if found else 'another'}): {str(error).splitlines()[0][:120]}")
         return found
 
-    patched.setattr(shortage, "is_one", asked)
+    patched.setattr(out_of_memory, "is_one", asked)
     return said
 
 
@@ -139,11 +140,11 @@ def _down(card: Card | Counted, pipeline: Pipeline, work: Callable, *, exact: bo
             found = work()
             off = max(off, float((found.float() - expected.float()).abs().mean() / expected.float().abs().mean()))
             del found
-        except shortage.KINDS as error:
-            if not shortage.is_one(error, pipeline.device):
+        except out_of_memory.KINDS as error:
+            if not out_of_memory.is_one(error, pipeline.device):
                 raise
             wrong.append("the foot of the ladder was reached")
-            shortage.forget(error)
+            out_of_memory.forget(error)
         finally:
             card.limit(float("inf"))
     left = card.now() - start
@@ -178,8 +179,8 @@ def _draw(guidance: float) -> Callable[[Pipeline, bool], Callable[[], torch.Tens
         towards, away = pipeline.encode_prompt("a red apple"), pipeline.encode_prompt("") if guidance > 1 else None
 
         def work() -> torch.Tensor:
-            start = drawing.start(pipeline, request, 3, None, None)
-            return drawing.denoise(pipeline, request, *start, towards, away, None, None)
+            start = denoise.start(pipeline, request, 3, None, None)
+            return denoise.denoise(pipeline, request, *start, towards, away, None, None)
 
         return work
 

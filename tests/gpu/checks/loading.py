@@ -11,10 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from backend.catalog.read_header import read_header
+from backend.catalog.formats.read import read_header
 from backend.catalog.spec import TensorAt
-from backend.engine import load, memory, placement, quantize
-from backend.engine.pump import Upload
+from backend.engine.devices import device_memory
+from backend.engine.loading import fp8_storage, load
+from backend.engine.loading.pinned_copy import Upload
+from backend.engine.offload import placement
 from tests.gpu.checks.chain import written
 from tests.gpu.checks.compare import winner
 from tests.gpu.runner import Outcome
@@ -38,7 +40,7 @@ def loading(device: torch.device, tiny: bool) -> Outcome:
         "seconds of their first use": stay,
     }
     fast = rates["pinned"] >= GIGABYTES_PINNED and rates["FP8, whole"] >= GIGABYTES_FP8
-    return Outcome(None if memory.is_ram(device) else fast, measured)
+    return Outcome(None if device_memory.is_ram(device) else fast, measured)
 
 
 def _file(path: Path, count: int, numel: int) -> list[TensorAt]:
@@ -65,13 +67,13 @@ def _to_fp8(tensors: Sequence[TensorAt], device: torch.device) -> None:
     upload = Upload(device)
     for at in tensors:
         weight = upload.tensor(at, None)
-        quantize.store(weight, torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=device))
+        fp8_storage.store(weight, torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=device))
     upload.close()
 
 
 def _to_fp8_in_chunks(tensors: Sequence[TensorAt], device: torch.device) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(quantize, "CARD_CHUNK", quantize.CHUNK)
+        patched.setattr(fp8_storage, "CARD_CHUNK", fp8_storage.CHUNK)
         _to_fp8(tensors, device)
 
 

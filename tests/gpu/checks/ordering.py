@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from backend.engine import memory, placement
+from backend.engine.devices import device_memory
+from backend.engine.offload import placement
 from tests.gpu.checks.chain import STATES, Late, gradient, hold_up, late, written
 from tests.gpu.runner import Outcome
 
@@ -66,5 +67,5 @@ def _differences(chain, states: dict, there: Late, forwards: int, backwards: int
         found += ["an answer differs" for _ in range(forwards) if not torch.equal(module(x), wanted)]
     found += ["a gradient differs" for _ in range(backwards) if not torch.equal(gradient(module, x), wanted_gradient)]
     placed.close()
-    memory.give_back(there.device)
+    device_memory.give_back(there.device)
     return found

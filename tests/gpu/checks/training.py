@@ -17,8 +17,8 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-from backend.engine import memory
-from backend.schema.places import ASSETS
+from backend.engine.devices import device_memory
+from backend.schema.paths import ASSETS
 from tests.gpu.runner import ROOT, Outcome
 
 NEAR = 1e-3  # of losses; rounded weights may differ more
@@ -68,7 +68,7 @@ def training(device: torch.device, tiny: bool) -> Outcome:
         "growth bytes": {name: one.growth_bytes for name, one in found.items()},
         "seconds": {name: one.seconds for name, one in found.items()},
     }
-    wrong = _wrong(found, off, steps, counted=not memory.is_ram(device))
+    wrong = _wrong(found, off, steps, counted=not device_memory.is_ram(device))
     return Outcome(not wrong, measured, "; ".join(wrong))
 
 
@@ -122,11 +122,11 @@ def _trained(flags: Sequence[str], run: Path, device: torch.device) -> Trained:
 
     def step(*given):
         found = one_step(*given)
-        held.append(memory.allocated(device))
+        held.append(device_memory.allocated(device))
         return found
 
-    memory.give_back(device)
-    peak = memory.Peak(device)
+    device_memory.give_back(device)
+    peak = device_memory.Peak(device)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(loop, "one_step", step)
         status = main([*flags, "--output_path", str(run)])

@@ -1,0 +1,181 @@
+"""What lies in folders of models and of LoRA files. Headers alone are read, and remembered by path, size and time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+from backend.catalog.formats.safetensors import read_layout
+from backend.catalog.lora.identify import identify_lora, lora_of
+from backend.catalog.lora.metadata import THUMBNAILS
+from backend.catalog.models.checkpoint_files import SHARD
+from backend.catalog.models.identify import identify_model
+from backend.catalog.models.scan_cache import Memory, lora_from_values, model_from_values, write_json
+from backend.catalog.spec import LoraSpec, ModelSpec
+from backend.schema.json_values import is_printable
+from backend.schema.messages import Trouble
+from backend.schema.untrusted import is_file, is_folder, name_of, read_object_or_empty
+
+LONGEST_VALUE = 48 * 1024  # of metadata kept in a listing
+MARK = 32  # characters kept of a picture: enough to say that there is one
+SKIPPED = ("checkpoints", "samples", "trash", "__pycache__", ".git", ".cache")
+DEPTH = 6
+CORRECTIONS = "lora_families.json"
+
+__all__ = ["correct_family", "read_corrections", "scan_loras", "scan_models"]
+
+Entry = LoraSpec | Trouble
+
+
+def scan_loras(
+    folders: Iterable[Path],
+    families: Iterable[ModuleType],
+    cache: Path | None = None,
+    *,
+    corrections: Mapping[str, str] | None = None,
+) -> tuple[LoraSpec | Trouble, ...]:
+    """Every LoRA file in `folders` and below, by name; what cannot be read is a Trouble with its `path`.
+
+    `cache`: the folder that remembers. `corrections`: path -> family as people have corrected it (`read_corrections`).
+    """
+    families = tuple(families)
+    memory = Memory(cache, "loras", families)
+
+    def look(path: Path, status: os.stat_result) -> LoraSpec | Trouble:
+        return memory.recall(path, status, lambda: _lora(path, families), lora_from_values)
+
+    found = [look(path, status) for path, status in _files(folders, (".safetensors",))]
+    memory.save()
+    if corrections:
+        found = [_corrected(spec, corrections) for spec in found]
+    return tuple(sorted(found, key=lambda entry: (entry.path.name.lower(), str(entry.path))))
+
+
+def lora_at(path: Path, families: tuple[ModuleType, ...], corrections: Mapping[str, str] | None = None) -> LoraSpec:
+    """One LoRA file as it is listed. Raises Trouble for one that cannot be read."""
+    return _corrected(identify_lora(path, families), corrections or {})
+
+
+def scan_models(
+    folders: Iterable[Path], families: Iterable[ModuleType], cache: Path | None = None
+) -> tuple[ModelSpec | Trouble, ...]:
+    """Every model in `folders`: those in a folder of their own (diffusers layout), then single files. LoRA files are passed over."""
+    families = tuple(families)
+    memory = Memory(cache, "models", families)
+    found: dict[Path, ModelSpec | Trouble] = {}
+    for path in _model_paths(folders):
+        try:
+            status = (path / "model_index.json" if is_folder(path) else path).stat()
+        except (OSError, ValueError):  # it went meanwhile
+            continue
+        entry = memory.recall(path, status, lambda path=path: _model(path, families), model_from_values)
+        if entry is not None:
+            found[path] = entry
+    memory.save()
+    return tuple(found.values())
+
+
+def read_corrections(user: Path) -> dict[str, str]:
+    """path -> family, as corrected by hand; kept in the folder for what belongs to the user."""
+    values = read_object_or_empty(user / CORRECTIONS)
+    return {path: family for path, family in values.items() if isinstance(family, str)}
+
+
+def correct_family(user: Path, path: Path, family: str) -> None:
+    """From now on the LoRA at `path` is for `family`; "" takes the correction back."""
+    values = read_corrections(user)
+    values.pop(str(path), None)
+    if family:
+        values[str(path)] = family
+    write_json(user / CORRECTIONS, values)
+
+
+def _corrected(entry: LoraSpec | Trouble, corrections: Mapping[str, str]) -> LoraSpec | Trouble:
+    family = corrections.get(str(entry.path))
+    if not family or isinstance(entry, Trouble):
+        return entry
+    return replace(entry, family=family, families_possible=(family,), evidence=("corrected by hand",))
+
+
+def _lora(path: Path, families: tuple[ModuleType, ...]) -> LoraSpec:
+    _check_readable(path)
+    spec = lora_of(path, read_layout(path), families)
+    kept = {key: value[:MARK] if key in THUMBNAILS else value for key, value in spec.metadata.items()}
+    short = {key: value for key, value in kept.items() if len(value) <= LONGEST_VALUE}
+    return replace(spec, metadata=short)
+
+
+def _check_readable(path: Path) -> None:
+    """Raises Trouble for a pipe, a device or a socket, which would be read for ever, and for a name that no page could give back."""
+    if not is_printable(path.name):
+        raise Trouble(
+            "unreadable",
+            f"The name of {name_of(path)} is not in UTF-8, so nothing can be done with it here.",
+            hint="Rename it.",
+        )
+    if not is_folder(path) and not is_file(path):
+        raise Trouble("unreadable", f"{name_of(path)} is no file that can be read.")
+
+
+def _model(path: Path, families: tuple[ModuleType, ...]) -> ModelSpec | None:
+    _check_readable(path)
+    try:
+        return identify_model(path, families)
+    except Trouble as trouble:
+        if trouble.kind == "not_recognised" and "is a LoRA" in trouble.message:
+            return None
+        raise
+
+
+def _files(folders: Iterable[Path], suffixes: tuple[str, ...]) -> Iterator[tuple[Path, os.stat_result]]:
+    """Files with these suffixes in the folders and below, each once, whatever links there are."""
+    seen: set[tuple[int, int]] = set()
+
+    def walk(folder: str, depth: int) -> Iterator[tuple[Path, os.stat_result]]:
+        try:
+            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        except OSError:
+            return
+        for entry in entries:
+            try:
+                status = entry.stat()
+                if entry.is_dir():
+                    if depth and entry.name not in SKIPPED and _new(seen, status):
+                        yield from walk(entry.path, depth - 1)
+                elif entry.name.lower().endswith(suffixes) and _new(seen, status):
+                    yield Path(entry.path), status
+            except OSError:  # a broken link, a file that vanished
+                continue
+
+    for folder in folders:
+        yield from walk(os.fspath(folder), DEPTH)
+
+
+def _new(seen: set[tuple[int, int]], status: os.stat_result) -> bool:
+    key = (status.st_dev, status.st_ino)
+    if key[1] and key in seen:
+        return False
+    seen.add(key)
+    return True
+
+
+def _model_paths(folders: Iterable[Path]) -> list[Path]:
+    """Folders in the diffusers layout, and weight files that lie in none (of shards the first)."""
+    homes: dict[Path, None] = {}
+    files: dict[Path, None] = {}
+    for folder in map(Path, folders):
+        if (folder / "model_index.json").is_file():
+            homes[folder] = None
+            continue
+        for path, _ in _files([folder], (".safetensors", ".gguf", "model_index.json")):
+            if path.name == "model_index.json":
+                homes[path.parent] = None
+            elif path.suffix in (".safetensors", ".gguf"):
+                shard = SHARD.match(path.stem)
+                if not shard or int(shard["number"]) == 1:
+                    files[path] = None
+    alone = [path for path in files if not any(home in path.parents for home in homes)]
+    return [*homes, *alone]

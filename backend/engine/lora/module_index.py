@@ -1,0 +1,29 @@
+"""The module lists of loaded parts, for looking up where a LoRA's modules belong (`backend.catalog.lora.module_lookup`)."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from torch import nn
+
+from backend.catalog.lora.module_lookup import Index, Resolved, index_of_rows, resolve
+
+__all__ = ["Index", "Resolved", "index_of", "module_rows", "resolve"]
+
+
+def index_of(module: nn.Module, part: str, family: ModuleType | None) -> Index:
+    """The index of a loaded part. A module counts if it has parameters of its own."""
+    return index_of_rows(module_rows(module), part, family)
+
+
+def module_rows(module: nn.Module) -> dict[str, int]:
+    """Module name -> rows of its weight, of every module that has parameters of its own (1 where it has no weight)."""
+    rows = {}
+    for name, inner in module.named_modules():
+        name = name.replace("_orig_mod.", "")
+        weight = inner._parameters.get("weight")
+        if weight is not None and weight.ndim:
+            rows[name] = weight.shape[0]
+        elif any(parameter is not None for parameter in inner._parameters.values()):
+            rows[name] = 1
+    return rows

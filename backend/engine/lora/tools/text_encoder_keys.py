@@ -1,0 +1,65 @@
+"""Text encoders' module names without a loaded one, and how each layout calls the encoders: what the tools need to carry such halves along."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from types import ModuleType
+
+from backend.catalog.state_dict_keys import fill, flatten
+
+CLIP = tuple(
+    f"text_model.encoder.layers.{{}}.{name}"
+    for name in (*(f"self_attn.{letter}_proj" for letter in ("q", "k", "v", "out")), "mlp.fc1", "mlp.fc2")
+)
+T5 = tuple(
+    f"encoder.block.{{}}.layer.{{}}.{name}"
+    for name in (
+        *(f"SelfAttention.{letter}" for letter in "qkvo"),
+        *(f"DenseReluDense.{name}" for name in ("wi", "wi_0", "wi_1", "wo")),
+    )
+)
+QWEN = tuple(
+    f"model.layers.{{}}.{name}"
+    for name in (
+        *(f"self_attn.{letter}_proj" for letter in "qkvo"),
+        *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+    )
+)
+TEMPLATES = (*CLIP, *T5, *QWEN, "text_projection")
+MARK = ":"  # between the encoder and the module in the names that contents go by
+NUMBERS = {"text_encoder": "1", "text_encoder_2": "2", "text_encoder_3": "3"}
+
+
+def text_module(component: str, name: str) -> str | None:
+    """The name that contents know an encoder's module by, whether `name` is dotted or flattened; None where it is none of theirs."""
+    if component not in NUMBERS:
+        return None
+    flat = flatten(name)
+    for pattern, template in _patterns():
+        match = pattern.fullmatch(flat)
+        if match:
+            return f"{component}{MARK}{fill(template, match.groups())}"
+    return None
+
+
+@lru_cache(maxsize=1)
+def _patterns() -> tuple[tuple[re.Pattern, str], ...]:
+    return tuple((re.compile(re.escape(flatten(one)).replace(r"\{\}", r"(\d+)")), one) for one in TEMPLATES)
+
+
+def text_stem(module: str, layout: str, family: ModuleType) -> str:
+    """How a file in `layout` spells a module of an encoder."""
+    component, _, name = module.partition(MARK)
+    number = NUMBERS[component]
+    if layout == "diffusers":
+        return f"{component}.{name}"
+    if layout == "kohya":
+        return f"lora_te{'' if family.NAME == 'sd15' else number}_{flatten(name)}"
+    if name.startswith("encoder.block."):
+        called = "t5xxl"
+    elif name.startswith("model.layers."):
+        called = "qwen25_7b"
+    else:
+        called = "clip_g" if number == "2" else "clip_l"
+    return f"text_encoders.{called}.transformer.{name}"

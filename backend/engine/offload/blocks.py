@@ -1,0 +1,276 @@
+"""A part cut into units that move as one: each block of its repeated blocks, and what is left around them.
+
+Blocks are the elements of a module list of one class that holds a good share of the weights (a transformer's layers; FLUX has two such
+lists). They are streamed and their matrices stored in FP8. What is left (embeddings, norms, first and last projections: a few per cent,
+and what errs most in 8 bits) is grouped by the modules that contain no block; a group is made ready when it is first used, in the
+computation dtype, and stays so until the part is offloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from backend.catalog.spec import PartSpec, TensorAt
+from backend.engine.loading.dequantize import Dequantizer
+from backend.engine.loading.disk_reader import Layout, Span, lay_out, spans_of
+from backend.engine.loading.fp8_storage import cast, is_float8, multiply, store
+from backend.engine.loading.gguf_dequantize import Blocks
+from backend.engine.loading.load import TORCH_DTYPES, blocks_of, move_rest, read_factor
+from backend.engine.offload.vram_states import State
+from backend.schema.messages import Trouble
+
+SHARE = 0.05  # of a part's bytes: a module list with less is no list of blocks
+
+
+@dataclass(eq=False)
+class Unit:
+    """Tensors that move together, in the order of the file. `targets[i]` are the places in modules that hold tensor i."""
+
+    position: int
+    name: str
+    block: bool
+    module: nn.Module
+    names: tuple[str, ...]
+    tensors: tuple[TensorAt, ...]
+    targets: tuple[tuple[tuple[nn.Module, str], ...], ...]
+    raw: Layout  # as in the file
+    computing: Layout  # as in the computation
+    spans: tuple[Span, ...]
+    on_disk: Source
+    stored: Stored | None = None  # where its weights wait; None: on disk
+    parked: Stored | None = None  # its offload state, kept in RAM while it is nearer to the computation
+    ready: Stored | None = None  # its weights as the computation takes them, for as long as they stay
+    codes: frozenset[int] = (
+        frozenset()
+    )  # tensors whose layers multiply with FP8 codes where these are stored (`native_fp8.py`)
+
+    def casts(self, source: Source, index: int) -> bool:
+        """Whether tensor `index` of `source` is not yet what the computation takes."""
+        if index in self.codes and source.layout.fields[index].dtype is torch.float8_e4m3fn:
+            return False
+        factor = source.factors[index]
+        same = source.layout.fields[index].dtype == self.computing.fields[index].dtype
+        return not same or isinstance(factor, torch.Tensor) or factor != 1.0
+
+
+@dataclass(eq=False)
+class Source:
+    """How a unit's tensors are stored. `factors` is what the stored numbers are to be multiplied with (or how ggml's blocks are read), `special` whether there are codes that
+    are no finite number (None: nobody has looked)."""
+
+    layout: Layout
+    factors: tuple[float | torch.Tensor | Blocks | Dequantizer, ...]
+    special: list[bool | None]
+
+
+@dataclass(eq=False)
+class Stored(Source):
+    """A unit's tensors in memory. `buffer` holds them all, one after the other, where they may have to be fetched; `private_bytes` leaves
+    out what is only a view of the user's file."""
+
+    state: State
+    tensors: list[torch.Tensor]
+    buffer: torch.Tensor | None
+    private_bytes: int
+
+
+def find_units(module: nn.Module, part: PartSpec, computing: torch.dtype, split_bytes: int | None = None) -> list[Unit]:
+    """Every parameter and buffer of `module` that `part` knows the place of, in units; blocks in the order of the module.
+
+    `split_bytes`: a block that is larger in the file is cut into its children, they into theirs, until all are smaller or have none.
+    """
+    lists = _block_lists(module, part)
+    sizes = _sizes(part) if split_bytes is not None else {}
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    groups: dict[str, dict[str, None]] = {}
+    names = {}
+    for name, owner, leaf, tensor in _named_tensors(module):
+        owners.setdefault(id(tensor), []).append((owner, leaf))
+        if name in part.tensors and names.setdefault(id(tensor), name) == name:
+            group = _group_of(name, lists)
+            if split_bytes is not None and group.rpartition(".")[0] in lists:
+                group = _piece_of(name, group, sizes, split_bytes)
+            groups.setdefault(group, {})[name] = None
+    found = []
+    for group, members in groups.items():
+        block = any(group.startswith(f"{path}.") for path in lists)
+        targets = {name: tuple(owners[id(_tensor(module, name))]) for name in members}
+        found.append(_make_unit(len(found), group, block, module, part, targets, computing))
+    return sorted(found, key=lambda unit: unit.position)
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    for path, owner in module.named_modules(remove_duplicate=False):
+        for leaf, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            if tensor is not None:
+                yield f"{path}.{leaf}".lstrip("."), owner, leaf, tensor
+
+
+def _tensor(module: nn.Module, name: str) -> torch.Tensor:
+    path, _, leaf = name.rpartition(".")
+    return getattr(module.get_submodule(path), leaf)
+
+
+def _block_lists(module: nn.Module, part: PartSpec) -> tuple[str, ...]:
+    """Paths of the outermost module lists of two or more modules of one class that hold at least `SHARE` of the bytes."""
+    found: list[str] = []
+    for path, inner in module.named_modules():
+        if (
+            not isinstance(inner, nn.ModuleList)
+            or len(inner) < 2
+            or any(path.startswith(f"{outer}.") for outer in found)
+        ):
+            continue
+        nbytes = sum(at.nbytes for name, at in part.tensors.items() if name.startswith(f"{path}."))
+        if len({type(block) for block in inner}) == 1 and nbytes >= SHARE * part.nbytes:
+            found.append(path)
+    return tuple(found)
+
+
+def _group_of(name: str, lists: tuple[str, ...]) -> str:
+    """The block that `name` belongs to, or the path of the largest module around it that contains no block."""
+    for path in lists:
+        if name.startswith(f"{path}."):
+            return f"{path}.{name[len(path) + 1 :].split('.')[0]}"
+    steps = name.split(".")[:-1]
+    for depth in range(1, len(steps) + 1):
+        path = ".".join(steps[:depth])
+        if not any(f"{other}.".startswith(f"{path}.") for other in lists):
+            return path
+    return ".".join(steps)
+
+
+def _sizes(part: PartSpec) -> dict[str, int]:
+    """Bytes in the file under every module path."""
+    sizes: dict[str, int] = {}
+    for name, at in part.tensors.items():
+        steps = name.split(".")
+        for depth in range(1, len(steps)):
+            path = ".".join(steps[:depth])
+            sizes[path] = sizes.get(path, 0) + at.nbytes
+    return sizes
+
+
+def _piece_of(name: str, block: str, sizes: dict[str, int], split_bytes: int) -> str:
+    """The outermost module from `block` inwards around `name` that is small enough, or the innermost."""
+    path, steps = block, name[len(block) + 1 :].split(".")[:-1]
+    for step in steps:
+        if sizes[path] <= split_bytes:
+            break
+        path = f"{path}.{step}"
+    return path
+
+
+def _make_unit(position, group, block, module, part, targets, computing) -> Unit:
+    names = sorted(targets, key=lambda name: (part.tensors[name].file, part.tensors[name].start))
+    tensors = tuple(part.tensors[name] for name in names)
+    raw = lay_out(_stored(at) for at in tensors)
+    factors = tuple(_factor(part, name) for name in names)
+    shapes = [
+        (_computed_dtype(field.dtype, part, name, computing), part.tensors[name].shape)
+        for field, name in zip(raw.fields, names)
+    ]
+    return Unit(
+        position=position,
+        name=group,
+        block=block,
+        module=module.get_submodule(group),
+        names=tuple(names),
+        tensors=tensors,
+        targets=tuple(targets[name] for name in names),
+        raw=raw,
+        computing=lay_out(shapes),
+        spans=spans_of(tensors, raw),
+        on_disk=Source(raw, factors, [None] * len(names)),
+    )
+
+
+def _stored(at: TensorAt) -> tuple[torch.dtype, tuple[int, ...]]:
+    """The dtype and shape that a tensor has in its file; of a quantized one those of its bytes."""
+    if at.swapped:
+        raise Trouble(
+            "not_supported",
+            f"{at.file.name} keeps the halves of {at.key} in the other order, so it cannot be read piece by piece.",
+            hint="Load this part plainly, or take the model in the diffusers layout.",
+        )
+    if blocks_of(at) is not None:
+        return torch.uint8, (at.nbytes,)
+    if at.dtype not in TORCH_DTYPES:
+        raise Trouble("not_supported", f"{at.file.name} stores {at.key} as {at.dtype}, which cannot be read.")
+    return TORCH_DTYPES[at.dtype], at.shape
+
+
+def _computed_dtype(stored: torch.dtype, part: PartSpec, name: str, computing: torch.dtype) -> torch.dtype:
+    """Floats, and integer codes with a factor, become `computing`; other integers stay what they are."""
+    floats = stored.is_floating_point or name in part.scales or blocks_of(part.tensors[name]) is not None
+    return computing if floats else stored
+
+
+def _factor(part: PartSpec, name: str) -> float | torch.Tensor | Blocks | Dequantizer:
+    if name not in part.scales:
+        return blocks_of(part.tensors[name]) or 1.0
+    scale = read_factor(part.scales[name])
+    return float(scale) if scale.numel() == 1 else scale.reshape(-1)
+
+
+def stored_layout(unit: Unit, dtype: torch.dtype) -> Layout:
+    """How `unit` lies in memory when stored as `dtype`: FP8 is for the matrices of a block's linear and convolution layers; all else
+    keeps the computation's dtype. Codes that the file holds in that very format stay as they are."""
+    fields = []
+    for raw, computing, targets in zip(unit.raw.fields, unit.computing.fields, unit.targets, strict=True):
+        if not computing.dtype.is_floating_point:
+            fields.append((raw.dtype, raw.shape))
+        elif is_float8(dtype) and not (unit.block and _is_matrix(targets)):
+            fields.append((computing.dtype, computing.shape))
+        else:
+            fields.append((dtype, computing.shape))
+    return lay_out(fields)
+
+
+def _is_matrix(targets: tuple[tuple[nn.Module, str], ...]) -> bool:
+    return all(isinstance(owner, nn.Linear | _ConvNd) and leaf == "weight" for owner, leaf in targets)
+
+
+def convert(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    factor: float | torch.Tensor | Blocks | Dequantizer,
+    special: bool | None,
+) -> tuple[float | torch.Tensor, bool | None]:
+    """Writes `source` x `factor` to `target` in the latter's dtype. Answers what `target` must still be multiplied with, and whether
+    it has codes that are no finite number (None: nobody has looked)."""
+    if isinstance(factor, Blocks | Dequantizer):
+        source, factor = factor.decode(source), 1.0
+    if source.dtype == target.dtype:
+        target.copy_(source)
+        return factor, special if is_float8(target.dtype) else False
+    if is_float8(target.dtype):
+        exact = source if not is_float8(source.dtype) else _cast_new(source, factor)
+        exponent = store(exact, target)
+        return 2.0**-exponent, None if exponent == 0 else False
+    if is_float8(source.dtype):
+        cast(source, target, factor=factor, special=special)
+    elif isinstance(factor, torch.Tensor) or factor != 1.0:
+        multiply(source, target, factor)
+    else:
+        target.copy_(source)
+    return 1.0, False
+
+
+def _cast_new(codes: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
+    return cast(codes, torch.empty(codes.shape, dtype=torch.float32, device=codes.device), factor=factor)
+
+
+def move_others(module: nn.Module, units: list[Unit], device: torch.device) -> None:
+    """What is in no unit (rotary tables, adapters added before) goes to the computing device and stays there."""
+    move_rest(module, device)
+    owned = {id(getattr(owner, leaf)) for unit in units for places in unit.targets for owner, leaf in places}
+    for name, parameter in module.named_parameters():
+        if id(parameter) not in owned:
+            assert parameter.device.type != "meta", f"{name} has no memory and is not in the file"
+            parameter.data = parameter.data.to(device)

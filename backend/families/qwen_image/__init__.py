@@ -1,0 +1,227 @@
+"""Qwen-Image: text-to-image, image-to-image and editing, as diffusers' QwenImagePipeline, QwenImageImg2ImgPipeline,
+QwenImageEditPipeline and QwenImageEditPlusPipeline compute them.
+
+Shapes: B pictures, C latent channels, h x w latent cells (8 pixels a side), S = h/2 * w/2 tokens, L text tokens, D text width.
+Qwen2.5-VL is two parts: its language half (`text_encoder`), and for the variants that edit its vision tower (`vision`). Its
+`lm_head` has no part in making a picture.
+
+Read: files, prompt_template, text_encoder, reference_sizes, reference_images, vae, cpu_attention, vision_example.
+Public: prompt_template, reference_sizes, cpu_attention, vision_example.
+"""
+
+from __future__ import annotations
+
+import math
+
+from backend.catalog.family import Defaults, LoraTargets, NameMap, Part, SizeRule, TrainingSchedule
+from backend.families.qwen_image.files import (
+    EDITING,
+    LORA_SIGNS,
+    SIGNATURES,
+    VARIANT_CONFIG,
+    config_from_shapes,
+    original_vae,
+    tell_variant,
+)
+from backend.families.qwen_image.reference_images import encode_references, load_processor
+from backend.families.qwen_image.reference_sizes import edited_size, reference_pixels, size_within
+from backend.families.qwen_image.text_encoder import MAX_TOKENS, encode_text, load_tokenizer, most_tokens
+from backend.families.qwen_image.vae import TILES, decode, encode_image, use_flat_convolutions
+from backend.schema.messages import Trouble
+
+__all__ = [
+    "EDITING", "LORA_SIGNS", "MAX_TOKENS", "SIGNATURES", "TILES", "VARIANT_CONFIG", "config_from_shapes", "decode", "edited_size", "encode_image",
+    "encode_references", "encode_text", "load_processor", "load_tokenizer", "most_tokens", "reference_pixels", "size_within", "tell_variant",
+]  # fmt: skip
+
+NAME = "qwen_image"
+COUNTS_TOKENS = True  # the templates around a prompt are known: `qwen_prompt`
+TITLE = "Qwen-Image"
+WORDS = ("qwen-image", "qwen_image", "qwenimage")  # how metadata of LoRA files names it, in lower case
+
+PARTS = {
+    "dit": Part(
+        network="diffusers.models.transformers.transformer_qwenimage:QwenImageTransformer2DModel",
+        folder="transformer",
+        phase="denoise",
+        blocks=("transformer_blocks",),
+        prefixes=("model.diffusion_model.", "diffusion_model.", "transformer.", "model."),
+        keep_precise=("norm", "pos_embed", "img_in", "txt_in", "time_text_embed", "proj_out"),
+    ),
+    "text_encoder": Part(
+        network="transformers.models.qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VLTextModel",
+        folder="text_encoder",
+        phase="text",
+        blocks=("layers",),
+        config_key="text_config",
+        prefixes=("model.language_model.", "language_model.", "model."),
+        unused=("visual.", "lm_head."),
+        keep_precise=("norm", "embed_tokens", "rotary_emb"),
+    ),
+    "vision": Part(
+        network="transformers.models.qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VisionTransformerPretrainedModel",
+        folder="text_encoder",
+        phase="text",
+        variants=EDITING,
+        blocks=("blocks",),
+        config_key="vision_config",
+        prefixes=("model.visual.", "visual."),
+        keep_precise=("norm", "patch_embed", "merger"),
+    ),
+    "vae": Part(
+        network="diffusers.models.autoencoders.autoencoder_kl_qwenimage:AutoencoderKLQwenImage",
+        folder="vae",
+        phase="decode",
+        keep_precise=("norm",),
+    ),
+}
+
+NAME_MAPS = (NameMap("wan", "vae", original_vae()),)  # the transformer has one naming everywhere
+
+_ATTENTION = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_out.0", "to_add_out")
+LORA = LoraTargets(
+    part="dit",
+    presets={
+        "all": (*_ATTENTION, "img_mlp.net.2", "img_mod.1", "txt_mlp.net.2", "txt_mod.1"),
+        "attention": _ATTENTION,
+        "attention_and_mlp": (
+            *_ATTENTION,
+            "img_mlp.net.0.proj",
+            "img_mlp.net.2",
+            "txt_mlp.net.0.proj",
+            "txt_mlp.net.2",
+        ),
+    },
+    default="all",
+)
+
+DEFAULTS = Defaults(request={"width": 1328, "height": 1328, "num_inference_steps": 40, "guidance": 4.0})
+SCHEDULER = {
+    "base_image_seq_len": 256,
+    "base_shift": 0.5,
+    "max_image_seq_len": 8192,
+    "max_shift": 0.9,
+    "num_train_timesteps": 1000,
+    "shift": 1.0,
+    "shift_terminal": 0.02,
+    "time_shift_type": "exponential",
+    "use_dynamic_shifting": True,
+}
+BLOCK_STREAMS = (
+    "transformer_blocks",
+    ("encoder_hidden_states", "hidden_states"),
+)  # what a block takes and gives; the picture's last
+NOT_DRAWN = ("layered",)  # variants that need more than a prompt
+SIZES = SizeRule(multiple=16, pixels=1328 * 1328)
+TRAINING_SCHEDULE = TrainingSchedule(shift=math.exp(0.8), terminal=0.02)  # at every size, as DiffSynth-Studio trains it
+
+
+def prepare(name: str, module) -> None:
+    """Makes a freshly built part quicker without changing what it computes or how its parameters are called."""
+    if name == "vae":
+        use_flat_convolutions(module)
+
+
+def collate(encodings: list[dict], *, device=None, dtype=None) -> dict:
+    """Encodings of `encode_text` side by side: {"embeds": (B, L, D), "mask": (B, L) bool, or None where none is padded}, and, where
+    encodings have "references" (of `encode_references`), those as a tuple of (B, C, h_i, w_i). Raises Trouble where they differ in shape."""
+    import torch
+
+    embeds = [encoding["embeds"].to(device=device, dtype=dtype) for encoding in encodings]
+    lengths = [len(rows) for rows in embeds]
+    padded = torch.nn.utils.rnn.pad_sequence(embeds, batch_first=True)
+    cond = {"embeds": padded, "mask": None}
+    if min(lengths) != max(lengths):
+        places = torch.arange(padded.shape[1], device=padded.device)
+        cond["mask"] = places[None] < torch.tensor(lengths, device=padded.device)[:, None]
+    references = [tuple(encoding.get("references") or ()) for encoding in encodings]
+    if any(references):
+        cond["references"] = _references_together(references, device=device, dtype=dtype)
+    return cond
+
+
+def _references_together(references: list[tuple], *, device, dtype) -> tuple:
+    import torch
+
+    shapes = {tuple(tuple(one.shape) for one in some) for some in references}
+    if len(shapes) > 1:
+        sizes = " and ".join(sorted(", ".join(f"{w * 8} x {h * 8}" for _, h, w in some) or "none" for some in shapes))
+        raise Trouble(
+            "bad_value",
+            f"Samples that go through the model together need pictures to edit of the same sizes, and these have {sizes}.",
+            hint="Take them one at a time (batch size 1).",
+        )
+    return tuple(torch.stack(same).to(device=device, dtype=dtype) for same in zip(*references, strict=True))
+
+
+def predict(parts: dict, x, sigma, cond: dict):
+    """The velocity (noise - picture) at `x` (B, C, h, w) and `sigma` (B,) in [0, 1], given `collate`'s `cond`. Differentiable.
+
+    The tokens of `cond["references"]` stand behind the picture's, each reference in a grid of its own; Edit-2511 (`zero_cond_t`) takes
+    them as free of noise, which its network does by these grids.
+    """
+    import torch
+
+    height, width = x.shape[-2] // 2, x.shape[-1] // 2
+    references = cond.get("references") or ()
+    grids = [(1, one.shape[-2] // 2, one.shape[-1] // 2) for one in (x, *references)]
+    tokens = pack(x)
+    if references:
+        tokens = torch.cat([tokens, *(pack(one.to(x.dtype)) for one in references)], dim=1)
+    timestep = (sigma * 1000).to(x.dtype) / 1000  # in this order, so that it rounds as in diffusers
+    velocity = parts["dit"](
+        hidden_states=tokens,
+        timestep=timestep,
+        encoder_hidden_states=cond["embeds"],
+        encoder_hidden_states_mask=cond["mask"],
+        img_shapes=[grids] * x.shape[0],
+        return_dict=False,
+    )[0]
+    return unpack(velocity[:, : height * width], height, width)
+
+
+def guide(towards, away, scale: float):
+    """True classifier-free guidance on velocities (B, C, h, w): each token keeps the length it has without guidance."""
+    import torch
+
+    height, width = towards.shape[-2] // 2, towards.shape[-1] // 2
+    towards, away = pack(towards), pack(away)
+    combined = away + scale * (towards - away)
+    lengths = torch.norm(towards, dim=-1, keepdim=True), torch.norm(combined, dim=-1, keepdim=True)
+    return unpack(combined * (lengths[0] / lengths[1]), height, width)
+
+
+def pack(x):
+    """Latents (B, C, h, w) as tokens of 2 x 2 cells (B, S, 4C)."""
+    batch, channels, height, width = x.shape
+    x = x.reshape(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
+    return x.reshape(batch, (height // 2) * (width // 2), channels * 4)
+
+
+def unpack(tokens, height: int, width: int):
+    """The inverse of `pack` for a grid of `height` x `width` tokens."""
+    batch, _, channels = tokens.shape
+    x = tokens.reshape(batch, height, width, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
+    return x.reshape(batch, channels // 4, height * 2, width * 2)
+
+
+def latent_shape(width: int, height: int) -> tuple[int, int, int]:
+    """(C, h, w) of a picture of `width` x `height` pixels."""
+    return 16, 2 * (height // 16), 2 * (width // 16)
+
+
+def sigmas(scheduler: dict, num_steps: int, *, width: int, height: int):
+    """Noise levels (num_steps + 1,) float32 from 1 down to 0, as diffusers' scheduler with this configuration sets them."""
+    import numpy
+    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+
+    wanted = dict(scheduler or SCHEDULER)
+    if num_steps == 1:
+        wanted["shift_terminal"] = None  # stretching a single level divides nothing by nothing
+    schedule = FlowMatchEulerDiscreteScheduler.from_config(wanted)
+    said = schedule.config
+    slope = (said.max_shift - said.base_shift) / (said.max_image_seq_len - said.base_image_seq_len)
+    tokens = (height // 16) * (width // 16)
+    mu = tokens * slope + said.base_shift - slope * said.base_image_seq_len
+    schedule.set_timesteps(sigmas=numpy.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
+    return schedule.sigmas

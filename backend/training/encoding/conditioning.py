@@ -1,0 +1,201 @@
+"""What the network is told beside the noise: words, the pictures that a sample is edited from, and what samples are drawn from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from backend.catalog.models.capabilities import edits
+from backend.dataset.bucket_sampler import size_of
+from backend.dataset.captions import lines_of
+from backend.dataset.dataset import Item
+from backend.dataset.generated_prompts import EMPTY
+from backend.dataset.reference_images import Shown, check_counts, reference_sizes, sample_pictures, shown, whole
+from backend.engine.devices.oom_retry import attempt
+from backend.schema.messages import Trouble
+from backend.training.encoding.cache_key import folder_digest
+from backend.training.encoding.distributed_encoding import Parts, Wishes, in_shares, left_out
+from backend.training.encoding.encoding_cache import View, fill_references, fill_texts, key_of
+from backend.training.encoding.open_images import open_shown
+from backend.training.encoding.sample_source import Sample, Source, worded
+from backend.training.model.base_model import Base
+
+Told = tuple[str, tuple[str, ...]]  # a prompt, and the keys of the pictures that go with it
+
+
+def is_editing(base: Base) -> bool:
+    """Whether the model makes pictures of pictures."""
+    return edits(base.spec, base.family)
+
+
+def add_references(source: Source, base: Base, load: Parts, wishes: Wishes) -> set[int]:
+    """Encodes what the samples are edited from, for every view. Returns the items that could not be, where those may be left out."""
+    section, pixels, wanted = source.config.dataset, load([])["processor"].reference_pixels, {}
+    key = _namer(wishes, pixels)
+    for view in source.latents:
+        item, size = source.items[view.item], source.sizes[view.item]
+        some = shown(item, size, flip=view.flip, place=view.cut, zoom=section.crop_zoom)
+        wanted |= source.refer(view, some, key)
+    for number, (item, size) in enumerate(zip(source.items, source.sizes, strict=True)):
+        some = shown(item, size, zoom=section.crop_zoom)
+        source.reference_sizes[number] = reference_sizes(some, base.family, pixels=pixels)
+    broken = _encode_references(source, wanted, base, load, wishes, skip_broken=section.skip_broken_pictures)
+    return {view.item for view, keys in source.references.items() if broken.keys() & set(keys)}
+
+
+def _namer(wishes: Wishes, pixels: int) -> Callable[[Shown], str]:
+    """Names what a picture is encoded as, at an area of `pixels`."""
+    vae = wishes.made_by("vae")
+    return lambda one: key_of("reference", *one.words, pixels, vae, "mean")
+
+
+def _encode_references(
+    source: Source, wanted: dict[str, Shown], base: Base, load: Parts, wishes: Wishes, *, skip_broken: bool
+) -> dict[str, str]:
+    """Returns those that could not be read {key: why}."""
+    section, broken = source.config.dataset, {}
+
+    def work(missing: dict[str, Shown]) -> None:
+        parts = load(["vae"])
+
+        tiled: list[str] = []
+
+        @torch.no_grad()
+        def encode(picture) -> torch.Tensor:
+            found = None if tiled else attempt(lambda: base.family.encode_references(parts, [picture])[0])
+            if found is not None:
+                return found
+            if not tiled:
+                tiled.append(
+                    "Memory ran out while a picture to edit was encoded; they are encoded in tiles, which other runs do not take over."
+                )
+                wishes.note(*tiled)
+            return base.family.encode_references(parts, [picture], tiled=True)[0]
+
+        broken.update(
+            fill_references(
+                source.latent_store,
+                missing,
+                encode=encode,
+                workers=section.dataset_num_workers,
+                skip_broken=skip_broken,
+                exact=lambda: not tiled,
+                progress=wishes.progress,
+            )
+        )
+
+    in_shares(wanted, source.latent_store, wishes, work)
+    return left_out(broken, wishes)
+
+
+def add_samples(source: Source, base: Base, load: Parts, wishes: Wishes) -> None:
+    """Says what the sample prompts are drawn from: of a model that edits, the pictures that were named, or the dataset's in turn."""
+    section, data = source.config.samples, source.config.dataset
+    prompts = lines_of(section.sample_prompts)
+    size = (section.sample_height or source.sizes[0][0], section.sample_width or source.sizes[0][1])
+    if not prompts or not is_editing(base):
+        source.samples = [Sample(prompt, (), size) for prompt in prompts]
+        return
+    named = sample_pictures(section, prompts)
+    if named is None and not source.shown:
+        raise Trouble(
+            "bad_value",
+            "The sample prompts need pictures to edit: a second stage has none of the dataset's.",
+            hint="Name them with --sample_edit_images.",
+        )
+    if named is None:
+        own = [number for number, item in enumerate(source.items) if not item.prior]
+        turns = [own[number % len(own)] for number in range(len(prompts))]
+        source.samples = [
+            Sample(prompt, source.references[View(turn)], _asked_size(section, source.sizes[turn]))
+            for prompt, turn in zip(prompts, turns, strict=True)
+        ]
+        return
+    counts = zip(map("The sample of {!r}".format, prompts), map(len, named), strict=True)
+    check_counts(counts, variant=base.spec.variant, title=base.spec.title)
+    wanted, key = {}, _namer(wishes, load([])["processor"].reference_pixels)
+    for prompt, pictures in zip(prompts, named, strict=True):
+        some = {key(one): one for one in whole(pictures)}
+        wanted |= some
+        source.samples.append(Sample(prompt, tuple(some), _asked_size(section, _size_like(pictures[-1], data, base))))
+    source.shown |= wanted
+    _encode_references(source, wanted, base, load, wishes, skip_broken=False)
+
+
+def _asked_size(section, size: tuple[int, int]) -> tuple[int, int]:
+    return section.sample_height or size[0], section.sample_width or size[1]
+
+
+def _size_like(picture, data, base: Base) -> tuple[int, int]:
+    """The size at which a picture would be trained: what is made of it has its proportions."""
+    like = Item(path=picture.path, captions=(), width=picture.width, height=picture.height)
+    return size_of(
+        like,
+        height=data.height,
+        width=data.width,
+        max_pixels=data.max_pixels,
+        multiple=base.family.SIZES.multiple,
+        snap=False,
+    )
+
+
+def told_in(source: Source) -> list[Told]:
+    """Everything that the network will be told: each caption with the pictures of each view, empty ones, and the samples."""
+    dropped = ("", " ") if source.config.dataset.caption_dropout else ()
+    found = [("", ()), (" ", ())] if not source.references else []
+    for view in source.latents:
+        references = source.references.get(view, ())
+        found += [
+            (prompt, references) for prompt in (*source.items[view.item].captions, *(dropped if references else ()))
+        ]
+    return [*found, *told_to_draw(source)]
+
+
+def told_to_draw(source: Source) -> list[Told]:
+    return [(prompt, one.references) for one in source.samples for prompt in (one.prompt, EMPTY)]
+
+
+def fill_told(source: Source, base: Base, load: Parts, wishes: Wishes, told: Iterable[Told]) -> None:
+    """Sees to it that everything told has its encoding; a text encoder is needed only for what has none."""
+    named = {worded(*one): one for one in dict.fromkeys(told)}
+    seeing = any(references for _, references in named.values())
+    words = wishes.made_by("text_encoder")
+    eyes = (wishes.made_by("vision"), source.processor) if seeing else ()
+    keys = {
+        name: key_of(prompt, words, *((*eyes, *references) if references else ()))
+        for name, (prompt, references) in named.items()
+    }
+    source.texts = {**(source.texts or {}), **keys}
+
+    def work(missing: dict[str, Told]) -> None:
+        parts = load(["text_encoder", *(["vision"] if seeing else [])])
+
+        @torch.no_grad()
+        def encode(some: list[Told]) -> list[dict]:
+            return encode_told(some, parts, source, base)
+
+        fill_texts(source.text_store, missing, encode=encode, progress=wishes.progress)
+
+    in_shares({keys[name]: one for name, one in named.items()}, source.text_store, wishes, work)
+
+
+def encode_told(some: list[Told], parts: dict, source: Source, base: Base) -> list[dict]:
+    """The family's encodings of prompts and the pictures that go with them."""
+    device = next(parts["text_encoder"].parameters()).device
+    prompts = [prompt for prompt, _ in some]
+    if not any(references for _, references in some):
+        return base.family.encode_text(parts, prompts, device=device)
+    pictures = [tuple(open_shown(source.shown[key]) for key in references) for _, references in some]
+    return base.family.encode_text(parts, prompts, device=device, pictures=pictures)
+
+
+def processor_of(folder: Path, base: Base, *, pixels: int | None) -> tuple[object, str]:
+    """The model's processor in `folder`, which brings pictures to an area of `pixels` where that is given, and a hash of its settings."""
+    found = base.family.load_processor(folder, base.spec.variant)
+    if pixels is not None:
+        seen = min(found.seen_pixels, pixels) if found.plus else pixels
+        found = replace(found, reference_pixels=pixels, seen_pixels=seen)
+    return found, key_of(folder_digest(folder), found.reference_pixels, found.seen_pixels)

@@ -1,0 +1,175 @@
+"""From a dataset to a source of batches: sizes, encodings from the cache, pictures that are trained along."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from backend.dataset.bucket_sampler import kept_aside, size_of
+from backend.dataset.crops import cut, num_cuts
+from backend.dataset.dataset import Dataset, Item
+from backend.dataset.reference_images import check_counts, check_cuts
+from backend.engine.devices import device_memory
+from backend.engine.devices.oom_retry import Tiled
+from backend.schema.messages import Trouble
+from backend.schema.paths import places
+from backend.training.encoding.conditioning import add_references, add_samples, fill_told, is_editing, told_in
+from backend.training.encoding.distributed_encoding import Parts, Wishes, in_shares, left_out
+from backend.training.encoding.encoding_cache import Store, View, fill_latents, key_of, prune
+from backend.training.encoding.prior_preservation import add_drawn
+from backend.training.encoding.sample_source import Source
+from backend.training.model.base_model import Base
+
+
+def prepare_source(
+    dataset: Dataset,
+    base: Base,
+    config,
+    load: Parts,
+    wishes: Wishes,
+    *,
+    folder: Path | None = None,
+    processor: str = "",
+) -> Source:
+    """A source over `dataset` and the pictures that are trained along. Loads encoders through `load` only where needed.
+
+    Encodings go to `folder`, or else to the cache that runs share. `processor`: a hash of how pictures are prepared for the text encoder.
+    """
+    section, cache = config.dataset, places().cache / "encodings"
+    shared = folder is None and section.data_cache
+    folder = folder or (cache if shared else None)
+    items = list(dataset.items)
+    sizes = [_size(item, section, base, config.training.batch_size) for item in items]
+    source = Source(
+        items=items,
+        sizes=sizes,
+        latents={},
+        texts=None,
+        config=config,
+        latent_store=Store(folder and folder / "latents", shared=shared),
+        text_store=Store(folder and folder / "texts"),
+        schedule=schedules(base),
+        training_schedule=base.family.TRAINING_SCHEDULE,
+        reference_sizes=[()] * len(items),
+        processor=processor,
+    )
+    counts = ((item.path.name, len(item.edits)) for item in items)
+    check_counts(counts, variant=base.spec.variant, title=base.spec.title)
+    check_cuts(items, sizes, crops=section.crops, zoom=section.crop_zoom)
+    _fill_pictures(source, base, load, wishes)
+    if is_editing(base):
+        _leave_out(source, add_references(source, base, load, wishes))
+    add_samples(source, base, load, wishes)
+    if config.prior.prior_pictures and not config.prior.regularisation_path:
+        add_drawn(source, base, load, wishes)
+    if not wishes.trains_text and not section.caption_shuffle:
+        fill_told(source, base, load, wishes, told_in(source))
+    if shared and wishes.rank == 0:
+        used = {*source.latents.values(), *source.shown, *(source.texts or {}).values()}
+        prune(cache, section.data_cache_gib * 2**30, keep=used)
+    return source
+
+
+def _size(item: Item, section, base: Base, batch_size: int) -> tuple[int, int]:
+    return size_of(
+        item,
+        height=section.height,
+        width=section.width,
+        max_pixels=section.max_pixels,
+        multiple=base.family.SIZES.multiple,
+        snap=batch_size > 1,
+    )
+
+
+def schedules(base: Base) -> Callable[..., torch.Tensor]:
+    """`schedule(size, steps)`: the model's own noise levels, remembered."""
+
+    @functools.cache
+    def schedule(size: tuple[int, int], steps: int = 1000) -> torch.Tensor:
+        return base.family.sigmas(base.spec.scheduler, steps, width=size[1], height=size[0])
+
+    return schedule
+
+
+def _fill_pictures(source: Source, base: Base, load: Parts, wishes: Wishes) -> None:
+    config = source.config
+    vae = wishes.made_by("vae") if "vae" in base.spec.parts else ""
+    for view in _views(source):
+        item, size = source.items[view.item], source.sizes[view.item]
+        box = cut(item, size, view.cut, zoom=config.dataset.crop_zoom)
+        words = (item.digest, size, view.flip, vae, "mean", *([box] if box else []))
+        source.latents[view] = key_of(*words)
+    broken: dict[int, str] = {}
+
+    def work(missing: dict) -> None:
+        parts = load(["vae"])
+        weights = next(parts["vae"].parameters())
+
+        @torch.no_grad()
+        def encode(pixels: torch.Tensor, *, tiled: bool) -> torch.Tensor:
+            return base.family.encode_image(parts, pixels.to(weights.device, weights.dtype), tiled=tiled)
+
+        each = Tiled(encode, wishes.note)
+        found = fill_latents(
+            source.latent_store,
+            missing,
+            source.items,
+            source.sizes,
+            encode=each,
+            exact=lambda: each.exact,
+            workers=config.dataset.dataset_num_workers,
+            skip_broken=config.dataset.skip_broken_pictures,
+            progress=wishes.progress,
+            zoom=config.dataset.crop_zoom,
+        )
+        broken.update(found)
+
+    in_shares({key: where for where, key in source.latents.items()}, source.latent_store, wishes, work)
+    lost = {source.items[number].digest for number in left_out(broken, wishes)}
+    _leave_out(source, {number for number, item in enumerate(source.items) if item.digest in lost})
+
+
+def _views(source: Source) -> Iterator[View]:
+    """Every way in which a picture of `source` may be shown."""
+    section = source.config.dataset
+    for number, item in enumerate(source.items):
+        for flip in (False, True) if section.flip and not item.prior else (False,):
+            for place in range(num_cuts(item, source.sizes[number], **_cutting(section))):
+                yield View(number, flip, place)
+
+
+def _cutting(section) -> dict:
+    return {"crops": section.crops, "zoom": section.crop_zoom}
+
+
+def _leave_out(source: Source, broken: set[int]) -> None:
+    if not broken:
+        return
+    kept = [number for number in range(len(source.items)) if number not in broken]
+    if not kept:
+        raise Trouble("empty_dataset", "None of the pictures can be read.")
+    renamed = {old: new for new, old in enumerate(kept)}
+    source.latents, source.references = (
+        {view._replace(item=renamed[view.item]): key for view, key in some.items() if view.item in renamed}
+        for some in (source.latents, source.references)
+    )
+    source.items = [source.items[number] for number in kept]
+    source.sizes = [source.sizes[number] for number in kept]
+    source.reference_sizes = [source.reference_sizes[number] for number in kept]
+
+
+def split_off(source: Source, share: float, *, seed: int) -> list[int]:
+    """Takes `share` of the own pictures out of the training and returns their numbers; they stay in `items`."""
+    aside = kept_aside(source.items, share, seed=seed)
+    for number in aside:
+        source.items[number] = replace(source.items[number], weight=0.0)
+    return sorted(aside)
+
+
+def free_memory() -> None:
+    """Gives back what nothing refers to any more, to the card and to the system."""
+    device_memory.give_back("cuda" if torch.cuda.is_available() else "cpu")

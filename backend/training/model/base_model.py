@@ -1,0 +1,172 @@
+"""The base model of a run: which files it is made of, and its parts as modules."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from backend.catalog.hub.download import find_model, resolve
+from backend.catalog.hub.part_entries import listed_paths, split_id
+from backend.catalog.models import model_folder
+from backend.catalog.models.identify import identify_files, identify_model
+from backend.catalog.spec import ModelSpec
+from backend.engine.devices import device_memory
+from backend.engine.loading import check_finite
+from backend.engine.loading.load import load_part, open_maps
+from backend.families import FAMILIES, by_name
+from backend.schema.memory_plan import VramConfig
+from backend.schema.messages import Trouble
+from backend.system.text_files import listed
+from backend.training.model import frozen_weights
+from backend.training.model.quantization import Quantised, quantise
+
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Base:
+    """A model's description and family, and which entry of the command line each part came from."""
+
+    spec: ModelSpec
+    family: ModuleType
+    entries: dict[str, str] = field(default_factory=dict)  # part -> entry of model_paths or model_id_with_origin_paths
+
+
+def find_base(section) -> Base:
+    """The model that a config's `model` section names; missing files of an id are downloaded. Raises Trouble."""
+    entries = _entries(section)
+    if not entries:
+        spec = identify_model(find_model(section.model), FAMILIES)
+        return Base(spec=spec, family=by_name(spec.family))
+    spec = identify_files(list(entries.values()), FAMILIES)
+    family = by_name(spec.family)
+    named = {}
+    for part in spec.parts.values():
+        named[part.name] = next((entry for entry, paths in entries.items() if set(part.files) <= set(paths)), "")
+    return Base(spec=model_folder.completed(spec, family), family=family, entries=named)
+
+
+def _entries(section) -> dict[str, list[Path]]:
+    """What was written for a model's files -> those files."""
+    entries: dict[str, list[Path]] = {}
+    for shards in listed_paths(section.model_paths):
+        entries[",".join(shards)] = [file for shard in shards for file in _files(Path(shard))]
+    for entry in listed(section.model_id_with_origin_paths):
+        named = split_id(entry)
+        if named is not None:
+            entries[entry] = resolve(*named)
+        elif Path(entry).exists():
+            entries[entry] = _files(Path(entry))
+        else:
+            raise Trouble(
+                "missing_file" if ":" not in entry else "bad_value",
+                f"{entry!r} in --model_id_with_origin_paths is neither `id:pattern` nor a file or folder that is there.",
+                hint='For example "loft/starter:transformer/*.safetensors".',
+            )
+    return entries
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(path.glob("*.safetensors"))
+    if not path.is_file():
+        raise Trouble("missing_file", f"There is no model file {path}.", hint="Check --model_paths.")
+    return [path]
+
+
+def load_parts(
+    base: Base,
+    names: Iterable[str],
+    *,
+    trained: Iterable[str],
+    dtype: torch.dtype,
+    device: torch.device,
+    kept: Mapping[str, VramConfig] | None = None,
+    quantised: Mapping[str, Quantised] | None = None,
+    before_rounding: Callable[[str, torch.nn.Module], None] | None = None,
+    split_bytes: int | None = None,
+    through_ram: bool = False,
+    stay_in_ram: bool = False,
+) -> dict[str, torch.nn.Module]:
+    """Modules by part. Those in `trained` are in float32, the VAE too (it runs once per picture); the rest in `dtype`.
+
+    `kept` says where the weights of some frozen parts lie (`frozen.keeping`; `split_bytes`: in which pieces they are fetched), `quantised` which
+    are rounded to fewer bits, after `before_rounding` has been called with each such part. `through_ram`: a part is loaded in RAM first.
+    `stay_in_ram`: it stays there, for whoever spreads it over several devices, none of which has room for all of it.
+    """
+    parts = {}
+    for name in names:
+        check_there(base, name)
+        check_finite.check(base.spec.parts[name])
+        if kept and name in kept:
+            module = frozen_weights.place(base.spec.parts[name], kept[name], device=device, split_bytes=split_bytes)
+        elif quantised and name in quantised:
+            spec = base.spec.parts[name]
+            private = before_rounding is not None or device_memory.is_ram(
+                device
+            )  # a LoRA is merged into weights in place
+            maps = open_maps(spec.files, private=private)
+            module = load_part(spec, dtype=dtype, device="cpu", maps=maps)
+            if before_rounding:
+                before_rounding(name, module)
+            module = quantise(module, quantised[name], part=spec, maps=maps, device=device)
+        else:
+            wanted = torch.float32 if name in trained or name == "vae" else dtype
+            module = load_part(
+                base.spec.parts[name], dtype=wanted, device="cpu" if through_ram or stay_in_ram else device
+            )
+            if not stay_in_ram:
+                module.to(device)
+        if name in trained:
+            _own_weights(module)
+        if hasattr(base.family, "prepare"):
+            base.family.prepare(name, module)
+        parts[name] = module
+    return parts
+
+
+def check_there(base: Base, name: str) -> None:
+    """Raises Trouble where the model was given without the part `name`."""
+    if name not in base.spec.parts:
+        raise Trouble(
+            "missing_part",
+            f"The model {base.spec.title} has no {name} here, and this run needs it.",
+            hint=f"Name its file too; there are {', '.join(base.spec.parts)}.",
+        )
+
+
+def _own_weights(module: torch.nn.Module) -> None:
+    """Gives every weight memory of its own: mapped pages of a file are no place for weights that change."""
+    for weight in module.parameters():
+        weight.data = weight.data.clone()
+
+
+def part_digest(base: Base, name: str) -> str:
+    """A hash of a part's files: all bytes of small ones; header and samples throughout of large ones."""
+    check_there(base, name)
+    facts = [(path, path.stat()) for path in base.spec.parts[name].files]
+    return _digest(tuple((path, fact.st_size, fact.st_mtime_ns) for path, fact in facts))
+
+
+@functools.lru_cache(maxsize=16)
+def _digest(files: tuple[tuple[Path, int, int], ...]) -> str:
+    """The hash of files by path, size and time: every result's header holds it, and reading them all again would hold up its save."""
+    digest = hashlib.sha256()
+    for path, size, _ in files:
+        digest.update(str(size).encode())
+        with path.open("rb") as file:
+            if size <= 2**26:
+                while piece := file.read(2**20):
+                    digest.update(piece)
+                continue
+            digest.update(file.read(2**20))
+            for place in range(1, 64):
+                file.seek(size * place // 64)
+                digest.update(file.read(2**16))
+    return digest.hexdigest()

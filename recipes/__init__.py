@@ -1,0 +1,4 @@
+"""How things that ship with Loft were made; no part of the product.
+
+Packages: starter.
+"""
