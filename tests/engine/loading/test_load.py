@@ -77,7 +77,8 @@ import psutil, torch
 from pathlib import Path
 from backend.catalog.formats.read import read_header
 from backend.catalog.spec import PartSpec
-from backend.engine import load, memory
+from backend.engine.devices import device_memory as memory
+from backend.engine.loading import load
 
 path, network, config = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
 part = PartSpec(name="dit", network=network, config=config, tensors=read_header(path).tensors)
