@@ -27,9 +27,13 @@ from backend.engine.acceleration import apply
 from backend.engine.api import arguments, diffsynth_arguments
 from backend.engine.api.load_state_dict import load_state_dict as load_state_dict
 from backend.engine.api.model_config import ModelConfig, check_one, identify, tell_idle_limit
+from backend.engine.api.save_quantized import save_quantized_model as save_quantized_model
 from backend.engine.devices import device_memory
 from backend.engine.pipeline.latent_preview import Step
 from backend.engine.pipeline.pipeline import Pipeline
+from backend.engine.quantization.config import MixedQuantizeConfig as MixedQuantizeConfig
+from backend.engine.quantization.config import QuantizeConfig as QuantizeConfig
+from backend.engine.quantization.config import describe_quant_method as describe_quant_method
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest, LoraReceipt
 from backend.schema.settings import from_values
@@ -73,7 +77,7 @@ class ImagePipeline:
         known = (cls.family,) if hasattr(cls, "family") else families.FAMILIES
         arguments.check_dtype(torch_dtype)
         limit = arguments.limit_bytes(vram_limit)
-        spec, configs = identify(model_configs, known, lambda family: _pipeline_of(family).__name__)
+        spec, configs, loading = identify(model_configs, known, lambda family: _pipeline_of(family).__name__)
         if not hasattr(cls, "family"):
             cls = _pipeline_of(spec.family)
         for setting, config in (("tokenizer_config", tokenizer_config), ("processor_config", processor_config)):
@@ -92,6 +96,7 @@ class ImagePipeline:
                 configs=configs,
                 vram_limit_bytes=limit,
                 fp8_products=fp8_products,
+                loading=loading,
             )
         tell_idle_limit(pipeline)
         made = cls(pipeline)
@@ -321,13 +326,6 @@ class StableDiffusion3Pipeline(ImagePipeline):
     """Stable Diffusion 3's transformer, likewise."""
 
     family = families.by_name("sd3")
-
-
-class QuantizeConfig:
-    """DiffSynth-Studio's setting of the same name, which is not carried out: raises Trouble with what to do instead."""
-
-    def __init__(self, *_, **__):
-        diffsynth_arguments.refuse({"quantize": self}, diffsynth_arguments.CONFIG, (), what="ModelConfig")
 
 
 def _pipeline_of(family: str) -> type[ImagePipeline]:

@@ -47,7 +47,7 @@ LEVELS = (
     ("backend.commands",),
     ("backend.host.process", "backend.engine.devices"),
     ("backend.host.runs", "backend.engine.loading"),
-    ("backend.host.engine", "backend.engine.offload"),
+    ("backend.host.engine", "backend.engine.offload", "backend.engine.quantization"),
     ("backend.host", "backend.engine.lora.algorithms"),
     ("backend.engine.lora",),
     ("backend.engine.lora.tools", "backend.engine.acceleration", "backend.engine.tracing"),

@@ -3,7 +3,6 @@ trainer, which asks it before any weight is loaded and anything is encoded. No t
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,10 +12,10 @@ from backend.catalog.formats.read import read_header
 from backend.catalog.hub.part_entries import all_meant, parts_meant, rounding_of
 from backend.catalog.lora.keys import is_adapter
 from backend.catalog.lora.target_modules import check_oft, pattern_of, target_modules
+from backend.catalog.quantization.methods import METHODS, check_method, check_package
 from backend.catalog.spec import ModelSpec, PartSpec
 from backend.planner.costs.model_sizes import EMBEDDING, ModelSizes, PartSizes, compute_dtypes
 from backend.planner.costs.optimizers import check_named, part_rates, part_schedules
-from backend.planner.costs.quantized_bytes import ELSEWHERE, METHODS, NO_GRADIENT, package_of
 from backend.schema.messages import Trouble
 from backend.system.text_files import ends_with, listed
 
@@ -55,7 +54,7 @@ def check_training(
     check_named(config.training, here=here)
     if here:
         for _, method, _ in rounding_of(config.model.quant_options):
-            _check_package(method)
+            check_package(method, "--quant_options")
     trains = (*trained, *([part] if part else []))
     part_rates(config.training.learning_rates, config.training.learning_rate, trains)
     part_schedules(config.training.lr_schedulers, config.training.lr_scheduler, trains)
@@ -168,7 +167,7 @@ def _check_kept(
             hint="For example dit:int8, or leave it out.",
         )
     for entry, method, excluded in asked:
-        _check_method(method)
+        check_method(method, "--quant_options")
         for name in sorted(parts_meant(entry, "quant_options", files, known=known)):
             if name in rounded:
                 raise Trouble(
@@ -199,40 +198,15 @@ def _check_kept(
         flag = "fp8_models" if name in eight else "enable_model_cpu_offload or --offload_models"
         raise Trouble(
             "bad_value",
-            f"The part {name} is quantised (--quant_options), and such weights are neither moved nor stored in FP8 (--{flag}).",
+            f"The part {name} is quantized (--quant_options), and such weights are neither moved nor stored in FP8 (--{flag}).",
             hint="Name it in one of them only; --offload_models names single parts.",
         )
     _check_fetched(memory, away)
     if config.lora.lora_algorithm == "dora" and part in eight | away | rounded.keys():
         raise Trouble(
             "bad_value",
-            f"DoRA needs the weights of {part} in full, not in FP8, quantised or offloaded.",
+            f"DoRA needs the weights of {part} in full, not in FP8, quantized or offloaded.",
             hint="Use lora.",
-        )
-
-
-def _check_method(name: str) -> None:
-    if name in ELSEWHERE:
-        raise Trouble(
-            "not_supported",
-            f"The quantisation {name} (--quant_options) multiplies through the package comfy-kitchen, which is not used here.",
-            hint=f"{ELSEWHERE[name]} multiplies in the same numbers.",
-        )
-    if name not in METHODS:
-        raise Trouble(
-            "bad_value",
-            f"There is no quantisation method {name!r} (--quant_options).",
-            hint=f"There are {', '.join(METHODS)}.",
-        )
-
-
-def _check_package(name: str) -> None:
-    package = package_of(name)
-    if package and importlib.util.find_spec(package) is None:
-        raise Trouble(
-            "missing_package",
-            f"The quantisation {name} (--quant_options) needs the package {package}, which is not installed.",
-            hint=f"pip install {package}; or use int8, which needs none.",
         )
 
 
@@ -242,14 +216,14 @@ def _check_rounded(
     if name in trained:
         raise Trouble(
             "bad_value",
-            f"The part {name} cannot be quantised (--quant_options) while its own weights train.",
+            f"The part {name} cannot be quantized (--quant_options) while its own weights train.",
             hint="Train a LoRA on it, or leave it out of --quant_options.",
         )
-    if flowing and method in NO_GRADIENT:
+    if flowing and not METHODS[method].gradients:
         raise Trouble(
             "bad_value",
-            f"The quantisation {method} of {name} (--quant_options) passes no gradients, so no LoRA could learn there.",
-            hint=f"Use one of {', '.join(one for one in METHODS if one not in NO_GRADIENT)}.",
+            f"The quantization {method} of {name} (--quant_options) passes no gradients, so no LoRA could learn there.",
+            hint=f"Use one of {', '.join(name for name, one in METHODS.items() if one.gradients)}.",
         )
     for end in excluded:
         if not any(ends_with(layer, end) for layer in layers):
@@ -260,7 +234,7 @@ def _check_rounded(
             )
     if all(any(ends_with(layer, end) for end in excluded) for layer in layers):
         raise Trouble(
-            "bad_value", f"The part {name} has no linear layer to quantise (--quant_options).", hint="Leave it out."
+            "bad_value", f"The part {name} has no linear layer to quantize (--quant_options).", hint="Leave it out."
         )
 
 

@@ -300,7 +300,7 @@ def _training(sizes: ModelSizes, state: State) -> Iterator[Idea]:
     if (values.get("quant_options") or "").strip():
         yield setting(
             ("",),
-            lambda _: "a transformer that is streamed instead of quantised",
+            lambda _: "a transformer that is streamed instead of quantized",
             lambda value: {"quant_options": value},
         )
     yield from _optimizers(values)

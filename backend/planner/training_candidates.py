@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+from backend.catalog.quantization.methods import is_quantized
 from backend.planner import candidates, training_step
 from backend.planner.candidates import Option, Terms
 from backend.planner.costs import cpu_training, phase_costs
 from backend.planner.costs.layout import FP8, Layout, PartLayout, Update, Working
 from backend.planner.costs.model_sizes import PartSizes
-from backend.planner.costs.quantized_bytes import is_rounded, kept_bytes
+from backend.planner.costs.quantized_bytes import kept_bytes
 from backend.planner.costs.weight_bytes import STAGING_BUFFERS, moved_bytes, off_card, on_card
 from backend.schema.memory_plan import DISK, DTYPE_BYTES
 
@@ -54,7 +55,7 @@ def _encoding(terms: Terms, own: Layout) -> list[Option]:
         if said.mode != "streamed"
         else []
     )
-    streams = said.mode == "streamed" or ("offload_models" in can and not is_rounded(said.storage))
+    streams = said.mode == "streamed" or ("offload_models" in can and not is_quantized(said.storage))
     streamed = (
         candidates.text_options(replace(terms, storages=_fetched(terms, storages)), ("streamed",), fills=False)
         if streams
@@ -161,7 +162,7 @@ def _kept_layouts(terms: Terms, own: Layout) -> list[tuple[PartLayout, tuple[str
         return fetched
     here = list(candidates.part_layouts(terms, modes=("resident",)))
     return here + (
-        fetched if "offload_models" in can and terms.work.targets != "full" and not is_rounded(said.storage) else []
+        fetched if "offload_models" in can and terms.work.targets != "full" and not is_quantized(said.storage) else []
     )
 
 

@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 
 from backend.catalog.hub.part_entries import Files, means
+from backend.catalog.quantization.methods import is_quantized
 from backend.families.qwen_image import reference_sizes
 from backend.planner.costs import prompt_length as words
 from backend.planner.costs.layout import FP8, TRAINING_RUNGS, Layout, PartLayout, Update, Work
 from backend.planner.costs.model_sizes import ModelSizes, PartSizes, published
-from backend.planner.costs.quantized_bytes import is_rounded
 from backend.planner.costs.training_method import method_of_values, numbers_of
 from backend.schema.request import GenerationRequest
 from backend.schema.settings import to_values
@@ -193,7 +193,7 @@ def _rounding(values: dict, name: str, files: Files) -> str:
     """METHOD[/LAYERS] of `--quant_options` for the part; "" where there is none that is known."""
     for entry in (values.get("quant_options") or "").split(";"):
         model, _, how = entry.strip().rpartition(":")
-        if model and is_rounded(how) and name in means(model, files):
+        if model and is_quantized(how) and name in means(model, files):
             return how
     return ""
 

@@ -16,6 +16,7 @@ from backend.dataset.dataset import Dataset
 from backend.dataset.extra_inputs import check_flags, check_steps
 from backend.engine.lora.adapters import Adapters
 from backend.engine.offload import placement
+from backend.engine.quantization.config import QuantizeConfig
 from backend.families.qwen_image.cpu_attention import plain_on_cpu
 from backend.planner.check_training import check_training, lora_part, trained_parts
 from backend.planner.costs.model_sizes import sizes_of
@@ -32,7 +33,7 @@ from backend.training.model import fsdp
 from backend.training.model.base_model import DTYPES, Base, find_base, load_parts
 from backend.training.model.frozen_weights import Kept, keeping, without_effect
 from backend.training.model.peft_adapters import Adapter, add_adapter, load_file_adapter
-from backend.training.model.quantization import Quantised, read_options
+from backend.training.model.quantization import read_options
 from backend.training.model.tokenizers import processor_folder, tokenizer_folder
 from backend.training.model.training_module import Learner, named_trainable
 from backend.training.optim.cpu_offload import Beside
@@ -48,7 +49,7 @@ class Loader:
     base: Base
     trained: tuple[str, ...]
     kept: Mapping[str, Kept]
-    quantised: Mapping[str, Quantised]
+    quantized: Mapping[str, QuantizeConfig]
     split_bytes: int | None
     dtype: torch.dtype
     device: torch.device
@@ -83,13 +84,13 @@ class Loader:
             dtype=self.dtype,
             device=self.device,
             kept=self.kept,
-            quantised=self.quantised,
+            quantized=self.quantized,
             before_rounding=merge,
             split_bytes=self.split_bytes,
             through_ram=self.through_ram,
             stay_in_ram=to_train and fsdp.asked(),
         )
-        for name in made.keys() & {self.encoder_preset} - set(self.quantised):
+        for name in made.keys() & {self.encoder_preset} - set(self.quantized):
             self.merge_preset(name, made[name])
         self.parts |= made
         return {**{name: self.parts[name] for name in names}, "tokenizer": self.tokenizer, "processor": self.processor}
@@ -113,7 +114,7 @@ class Loader:
                 dtype=self.dtype,
                 device=self.device,
                 kept=self.kept.get(name),
-                quantised=self.quantised.get(name),
+                quantized=self.quantized.get(name),
                 adapter=self.preset[1] if name == self.encoder_preset else None,
             )
             self._made_by[name] = key_of(key, self.tokenizer_digest) if name == "text_encoder" else key
@@ -186,9 +187,9 @@ def make_loader(config, accelerator, folder: Path) -> Loader:
     check_optimizer(config.training, [*trained, *([part] if part else [])])
     dtype = _dtype(config, device)
     rehearse(config, base, folder)
-    quantised = read_options(config.model.quant_options, base.spec.parts)
+    quantized = read_options(config.model.quant_options, base.spec.parts)
     kept = keeping(config.model, config.memory, base.spec.parts, trained=trained, device=device, dtype=dtype)
-    fsdp.check(config, kept=kept, quantised=quantised)
+    fsdp.check(config, kept=kept, quantized=quantized)
     split = config.memory.cpu_offload_split_threshold
     looks, digest, words = None, "", tokenizer_folder(config.model, base)
     if is_editing(base):
@@ -197,7 +198,7 @@ def make_loader(config, accelerator, folder: Path) -> Loader:
         base=base,
         trained=trained,
         kept=kept,
-        quantised=quantised,
+        quantized=quantized,
         split_bytes=None if split is None else split * 2**20,
         dtype=dtype,
         device=device,
@@ -256,7 +257,7 @@ def make_learner(config, load: Loader, source: Source) -> tuple[Learner, Adapter
         ["dit"] if source.texts is not None else ["dit", "text_encoder", *(["vision"] if source.references else [])]
     )
     merging = load.preset[0] if load.preset and load.preset[0] == "dit" else None
-    rounded = {merging} & set(load.quantised)  # a LoRA is merged into full weights, before they are rounded
+    rounded = {merging} & set(load.quantized)  # a LoRA is merged into full weights, before they are rounded
     load.drop_all_but(set(needed) - set(load.trained) - rounded)
 
     def merge(name: str, module: torch.nn.Module) -> None:

@@ -29,7 +29,7 @@ SETTINGS = [
     (("--lora_algorithm", "oft", "--lora_rank", "7"), "blocks of 7 inputs"),
     (("--lora_base_model", "dit", "--trainable_models", "dit"), "cannot both train whole and get a LoRA"),
     (("--quant_options", "dit:int8/no_such"), "leaves out 'no_such'"),
-    (("--quant_options", "vae:int8"), "no linear layer to quantise"),
+    (("--quant_options", "vae:int8"), "no linear layer to quantize"),
     (("--quant_options", "dit:int8;dit:bitsandbytes_nf4/to_q"), "names the part dit twice (int8 and bitsandbytes_nf4)"),
     (("--preset_lora_model", "dit"), "but none is named"),
     (("--learning_rates", "dit=1e-4,dit=1e-5"), "names the part dit twice"),

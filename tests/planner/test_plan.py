@@ -336,7 +336,7 @@ def test_a_run_s_plan_says_what_it_puts_on_the_disk():
     assert not plan("Qwen-Image", card_of(80)[0], work_of_defaults(sizes_of("Qwen-Image"))).disk_words
 
 
-def test_a_quantised_denoiser_is_counted_and_neither_moved_nor_stored_otherwise():
+def test_a_quantized_denoiser_is_counted_and_neither_moved_nor_stored_otherwise():
     entry = "Qwen/Qwen-Image:transformer/diffusion_pytorch_model*.safetensors:{}"
     moved = {"fp8_models", "offload_models", "resident_blocks"}
     assert plan("Qwen-Image", card_of(30)[0], TrainingConfig()).settings.keys() & moved
@@ -456,9 +456,9 @@ REFUSED = [
     (["--size", "512x512", "--train"], "--max_pixels"), (["--train", "--bogus", "1"], "--bogus"), (["--train", "--lora_rank", "0"], "(--lora_rank) is 0"),
     (["--train", "--vram", "8"], "named by --card"), (["--train", "--lora_target_modules", "to_q,nothing"], "No module of dit is called 'nothing'"),
     (["--train", "--lora_target_modules", ".*(("], "no regular expression"), (["--train", "--lora_target_modules", ".*nothing.*"], "No module of dit"),
-    (["--train", "--quant_options", "dit"], "is not `model:method`"), (["--train", "--quant_options", "dit:nf5"], "no quantisation method 'nf5'"),
+    (["--train", "--quant_options", "dit"], "is not `model:method`"), (["--train", "--quant_options", "dit:nf5"], "no quantization method 'nf5'"),
     (["--train", "--quant_options", "dit:torchao_int4_w4a16"], "passes no gradients"), (["--train", "--fp8_models", "unet2"], "names 'unet2'"),
-    (["--train", "--fp8_models", "dit", "--quant_options", "dit:int8"], "is quantised"), (["--train", "--trainable_models", "vae"], "'vae' cannot be trained here (--trainable_models)"),
+    (["--train", "--fp8_models", "dit", "--quant_options", "dit:int8"], "is quantized"), (["--train", "--trainable_models", "vae"], "'vae' cannot be trained here (--trainable_models)"),
     (["--train", "--fp8_models", "dit", "--trainable_models", "dit"], "while its own weights train"), (["--train", "--resident_blocks", "4"], "none are offloaded"),
     (["--train", "--lora_algorithm", "dora", "--offload_models", "dit"], "DoRA needs"), (["--train", "--customized_optimizer", "best"], "no optimizer called 'best'"),
 ]  # fmt: skip

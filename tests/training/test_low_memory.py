@@ -184,7 +184,7 @@ def test_out_of_memory_goes_on_one_rung_lower(run_training, events, tmp_path: Pa
     assert said["kind"] == "out_of_memory" and "--max_pixels" in said["hint"]
 
 
-QUANTISED = (
+QUANTIZED = (
     "int8",
     "bitsandbytes_nf4",
     "bitsandbytes_fp4",
@@ -194,8 +194,8 @@ QUANTISED = (
 )
 
 
-@pytest.mark.parametrize("method", QUANTISED)
-def test_a_quantised_base_teaches_nearly_what_the_full_one_does(run_training, events, tmp_path: Path, method: str):
+@pytest.mark.parametrize("method", QUANTIZED)
+def test_a_quantized_base_teaches_nearly_what_the_full_one_does(run_training, events, tmp_path: Path, method: str):
     package = method.partition("_")[0]
     if package != "int8":
         pytest.importorskip(package)
@@ -222,14 +222,14 @@ def test_a_quantised_base_teaches_nearly_what_the_full_one_does(run_training, ev
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs the kernel's account of pages")
-def test_of_a_quantised_base_the_file_is_not_resident_as_well():
+def test_of_a_quantized_base_the_file_is_not_resident_as_well():
     from backend.schema.training.config import ModelSection
     from backend.training.model.base_model import find_base, load_parts
-    from backend.training.model.quantization import Quantised
+    from backend.training.model.quantization import Quantized
 
     base, cpu = find_base(ModelSection()), torch.device("cpu")
     spec = base.spec.parts["dit"]
-    asked = {"trained": (), "dtype": torch.bfloat16, "device": cpu, "quantised": {"dit": Quantised("int8")}}
+    asked = {"trained": (), "dtype": torch.bfloat16, "device": cpu, "quantized": {"dit": Quantized("int8")}}
     before = resident(spec.files[0])
     module = load_parts(base, ["dit"], **asked)["dit"]
     held = sum(tensor.nbytes for tensor in [*module.parameters(), *module.buffers()])
@@ -253,18 +253,18 @@ def resident(file: Path) -> int:
     [
         (("--quant_options", "dit"), "is not `model:method`"),
         (("--quant_options", ";;"), "is ';;', which names no part"),
-        (("--quant_options", "dit:nf5"), "no quantisation method 'nf5'"),
+        (("--quant_options", "dit:nf5"), "no quantization method 'nf5'"),
         (("--quant_options", "unet:int8"), "names 'unet', which is no part"),
         (("--quant_options", "dit:int8/no_such"), "leaves out 'no_such'"),
-        (("--quant_options", "vae:int8"), "no linear layer to quantise"),
-        (("--quant_options", "dit:int8", "--trainable_models", "dit"), "cannot be quantised"),
+        (("--quant_options", "vae:int8"), "no linear layer to quantize"),
+        (("--quant_options", "dit:int8", "--trainable_models", "dit"), "cannot be quantized"),
         (("--quant_options", "dit:int8", "--lora_algorithm", "dora"), "DoRA needs the weights"),
-        (("--quant_options", "dit:int8", "--fp8_models", "dit"), "is quantised (--quant_options)"),
-        (("--quant_options", "dit:int8", "--enable_model_cpu_offload"), "is quantised (--quant_options)"),
+        (("--quant_options", "dit:int8", "--fp8_models", "dit"), "is quantized (--quant_options)"),
+        (("--quant_options", "dit:int8", "--enable_model_cpu_offload"), "is quantized (--quant_options)"),
         (("--cpu_offload_split_threshold", "10"), "but none are offloaded"),
     ],
 )
-def test_what_cannot_be_quantised_or_split_is_refused(run_training, tmp_path: Path, capsys, flags, words):
+def test_what_cannot_be_quantized_or_split_is_refused(run_training, tmp_path: Path, capsys, flags, words):
     assert run_training(tmp_path / "run", *BASE, *flags) == 2
     assert words in capsys.readouterr().err
 

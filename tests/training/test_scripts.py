@@ -36,7 +36,7 @@ ONE_STAGE = {
     "full": f"""{DATA} {ALL} --learning_rate 1e-5 --num_epochs 2 --remove_prefix_in_ckpt "pipe.dit." --output_path "./models/train/out"
         --trainable_models "dit" --use_gradient_checkpointing --find_unused_parameters""",
     "fp8": f'{DATA} {ALL} --fp8_models "{DIT},{TEXT},{VAE}" {LORA} --output_path "./models/train/out"',
-    "quantised": f"""{DATA} {ALL} --quant_options "{DIT}:METHOD/img_mod.1,txt_mod.1,norm_out.linear,img_in,txt_in,proj_out,timestep_embedder.linear_1,timestep_embedder.linear_2"
+    "quantized": f"""{DATA} {ALL} --quant_options "{DIT}:METHOD/img_mod.1,txt_mod.1,norm_out.linear,img_in,txt_in,proj_out,timestep_embedder.linear_1,timestep_embedder.linear_2"
         {LORA} --output_path "./models/train/out" """,
     "checkpoints in RAM": f'{DATA} {ALL} {LORA} --use_gradient_checkpointing_offload --output_path "./models/train/out"',
     "CPU offload": f"""{DATA} {ALL} {LORA} --output_path "./models/train/out" --enable_model_cpu_offload
@@ -111,9 +111,9 @@ def test_a_script_of_one_stage(typed, name: str):
         assert "transformer_blocks.1.txt_mod.1.lora_B.weight" in names and len(names) == 2 * 2 * 12
 
 
-def test_the_script_of_a_quantised_base_as_typed(typed):
+def test_the_script_of_a_quantized_base_as_typed(typed):
     pytest.importorskip("bitsandbytes")
-    assert load_file(result(typed(ONE_STAGE["quantised"].replace("METHOD", "bitsandbytes_nf4"))))
+    assert load_file(result(typed(ONE_STAGE["quantized"].replace("METHOD", "bitsandbytes_nf4"))))
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["split", "split, little memory"])

@@ -128,8 +128,8 @@ INPUT_SCALES = (
     ".input_scale",
     ".scale_input",
 )  # of a layer's input, for whoever multiplies in 8 bits; no part of a weight
-# Names of what belongs to a quantised tensor:
-QUANTISED = re.compile(r"(?:^|_)(?:scales?|absmax|quant|quant_\w+|zero_?points?|zeros?|codebook)(?:_|$)")
+# Names of what belongs to a quantized tensor:
+QUANTIZED = re.compile(r"(?:^|_)(?:scales?|absmax|quant|quant_\w+|zero_?points?|zeros?|codebook)(?:_|$)")
 OF_ALL = ("alpha", "scalar", "magnitude", "magnitude_out")  # roles that hold for every description of a module
 BOUND = (
     "down",
@@ -200,12 +200,12 @@ def split_key(key: str) -> tuple[str, str] | None:
         further, _, named = outer.rpartition(".")
         if named in NAMED and further:
             return further, NAMED[named] if last == "weight" else NAMED[named] + "_bias"
-    if before in NAMED and outer and last not in ("weight", "bias") and not QUANTISED.search(last):
+    if before in NAMED and outer and last not in ("weight", "bias") and not QUANTIZED.search(last):
         return outer, NAMED[before]
     role = LAST.get(last)
     if role == "alpha" and before.endswith("_lora") and outer.endswith(".processor"):
         return _pair_of_processor(head, role)
-    if role or QUANTISED.search(last):
+    if role or QUANTIZED.search(last):
         return (head, role) if role else None
     return _with_dotted_name(key)
 

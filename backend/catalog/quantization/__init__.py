@@ -1,9 +1,9 @@
 """How each weight of a model is stored, decided from everything that its files say: the one owner of storage forms.
 
-Read: small_tensors, layer, evidence, scaled, comfyui, torchao, bitsandbytes, quanto, sdnq, svdquant, other_vendors.
-Public: evidence.
+Read: small_tensors, layer, evidence, scaled, comfyui, torchao, bitsandbytes, quanto, sdnq, svdquant, other_vendors, methods.
+Public: evidence, methods.
 
-`layer` is a weight and what is known of it, `evidence` how that is gathered; the others are the forms. Each says whether a layer is its, and as what it is read. The rule: a marker,
+`methods` lists what Loft can quantize with. `layer` is a weight and what is known of it, `evidence` how that is gathered; the others are the forms. Each says whether a layer is its, and as what it is read. The rule: a marker,
 prefix or companion that is not understood never counts as absent. A weight is read right, or refused in a sentence that names its form.
 `backend.engine.loading.dequantize` has for each form the formula.
 """

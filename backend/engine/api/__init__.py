@@ -1,5 +1,5 @@
 """Arguments of the Python API in DiffSynth-Studio's shapes.
 
-Read: arguments, diffsynth_arguments, load_state_dict, model_config.
-Public: arguments, diffsynth_arguments, load_state_dict, model_config.
+Read: arguments, diffsynth_arguments, load_state_dict, model_config, save_quantized.
+Public: arguments, diffsynth_arguments, load_state_dict, model_config, save_quantized.
 """

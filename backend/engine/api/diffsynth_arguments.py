@@ -35,21 +35,6 @@ CALL = {  # word -> (values that ask for nothing, sentence)
     "layer_num": ((None,), _NOT_YET),
     "context_image": ((None,), _NOT_YET),
 }
-CONFIG = {
-    "clear_parameters": (
-        (False,),
-        "{} leaves a part without weights; here a part that is not used is left out of model_configs.",
-    ),
-    "state_dict": (
-        (None,),
-        "{}: a part is read from its file, so that its weights can be placed; save the state dict as safetensors and give its path.",
-    ),
-    "quantize": (
-        (None,),
-        "{} is not carried out when pictures are drawn; store the part in FP8 (offload_dtype, onload_dtype and preparing_dtype "
-        "torch.float8_e4m3fn), or give a file that is quantized already. In training there is --quant_options.",
-    ),
-}
 COMPILE = {
     "mode": (
         ("default", None),

@@ -14,10 +14,13 @@ from backend import families
 from backend.catalog.hub import download
 from backend.catalog.models import model_folder
 from backend.catalog.models.identify import fitting, identify_files, missing_of
-from backend.catalog.spec import ModelSpec
+from backend.catalog.spec import ModelSpec, PartSpec
 from backend.engine.api import diffsynth_arguments
+from backend.engine.pipeline.part_loading import Loading
+from backend.engine.quantization.config import MixedQuantizeConfig, QuantizeConfig
 from backend.schema.memory_plan import VramConfig
 from backend.schema.messages import Trouble
+from backend.system.text_files import ends_with
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,8 @@ class ModelConfig:
 
     Either `path` (a file, a list of shards, or a folder) or `model_id` with `origin_file_pattern` (wildcards; a list of them; a
     trailing slash means the folder): looked for on this machine first, then downloaded. The eight fields of the four states are
-    those of `VramConfig`; dtypes may be torch's.
+    those of `VramConfig`; dtypes may be torch's. `quantize`: which linear layers are quantized, and how. `state_dict`: the weights, in place
+    of those in the files, which then only say what model it is. `clear_parameters`: the module without any weight.
     """
 
     path: str | Path | Sequence[str | Path] | None = None
@@ -43,9 +47,9 @@ class ModelConfig:
     preparing_dtype: torch.dtype | str | None = None
     computation_device: str | torch.device | None = None
     computation_dtype: torch.dtype | str | None = None
-    clear_parameters: bool = False  # these three are DiffSynth-Studio's, and taken at the value that asks for nothing
+    clear_parameters: bool = False
     state_dict: Mapping[str, torch.Tensor] | None = None
-    quantize: object = None
+    quantize: QuantizeConfig | MixedQuantizeConfig | None = None
 
     def __new__(cls, *given, **named):
         """Raises Trouble for a word that is no setting, before Python does in words of its own."""
@@ -63,8 +67,7 @@ class ModelConfig:
         return super().__new__(cls)
 
     def __post_init__(self):
-        words = {name: getattr(self, name) for name in diffsynth_arguments.CONFIG}
-        diffsynth_arguments.refuse(words, diffsynth_arguments.CONFIG, (), what="ModelConfig")
+        _check_loading(self)
         _check_texts("path", self.path, Path)
         _check_texts("origin_file_pattern", self.origin_file_pattern)
         for name in ("model_id", "download_source", "local_model_path"):
@@ -94,6 +97,12 @@ class ModelConfig:
             )
         return found
 
+    def loading(self, parts: Mapping[str, PartSpec]) -> dict[str, Loading]:
+        """How each of the `parts` that the files hold is loaded, where more is said of that than where its weights lie."""
+        quantized = {} if self.quantize is None else _of_parts(self.quantize, parts)
+        found = {name: Loading(quantized.get(name), self.state_dict, self.clear_parameters) for name in parts}
+        return {name: said for name, said in found.items() if not said.is_plain}
+
     def vram(self) -> VramConfig:
         return VramConfig(**{name: _word(getattr(self, name)) for name in VramConfig.__dataclass_fields__})
 
@@ -101,6 +110,53 @@ class ModelConfig:
         """The folder meant, or that of the files."""
         first = self.files()[0]
         return first if first.is_dir() else first.parent
+
+
+def _check_loading(config: ModelConfig) -> None:
+    """Raises Trouble for `clear_parameters`, `state_dict` or `quantize` of another kind."""
+    if not isinstance(config.clear_parameters, bool):
+        raise Trouble(
+            "bad_value", f"ModelConfig(clear_parameters={config.clear_parameters!r:.40}) is neither True nor False."
+        )
+    if config.state_dict is not None and not isinstance(config.state_dict, Mapping):
+        raise Trouble("bad_value", f"ModelConfig(state_dict={config.state_dict!r:.40}) is no table of tensors.")
+    if config.quantize is not None and not isinstance(config.quantize, QuantizeConfig | MixedQuantizeConfig):
+        raise Trouble(
+            "bad_value",
+            f"ModelConfig(quantize={config.quantize!r:.60}) is no QuantizeConfig.",
+            hint='Write quantize=QuantizeConfig(method="int8").',
+        )
+
+
+def _of_parts(config: QuantizeConfig | MixedQuantizeConfig, parts: Mapping[str, PartSpec]) -> dict:
+    """Part -> config. Of files with several parts each gets what names of its layers; a target need only be in one of them."""
+    if len(parts) < 2:
+        return dict.fromkeys(parts, config)
+    names = {
+        part: [name.removesuffix(".weight") for name, at in spec.tensors.items() if _is_matrix(name, at)]
+        for part, spec in parts.items()
+    }
+    found = {}
+    for part, layers in names.items():
+        own = [_within(one, layers) for one in config.all()]
+        own = [one for one in own if any(map(one.matches, layers))]
+        if own and isinstance(config, MixedQuantizeConfig):
+            found[part] = replace(config, configs=own)
+        elif own:
+            found[part] = own[0]
+    return found
+
+
+def _is_matrix(name: str, at) -> bool:
+    return name.endswith(".weight") and len(at.shape) == 2
+
+
+def _within(config: QuantizeConfig, layers: list[str]) -> QuantizeConfig:
+    """`config` with those of its targets that are among `layers`."""
+    if config.target_modules is None:
+        return config
+    targets = [one for one in config.target_modules if any(ends_with(name, one) for name in layers)]
+    return replace(config, target_modules=targets)
 
 
 def _check_text(name: str, value: object, *kinds: type) -> None:
@@ -156,8 +212,8 @@ def _word(value) -> str | None:
 
 def identify(
     configs: Iterable[ModelConfig], known: tuple[ModuleType, ...], pipeline_of: Callable[[str], str]
-) -> tuple[ModelSpec, dict[str, VramConfig]]:
-    """The model that `configs` name together, in any order and any selection of parts, and how each part is to be placed.
+) -> tuple[ModelSpec, dict[str, VramConfig], dict[str, Loading]]:
+    """The model that `configs` name together, in any order and any selection of parts, how each part is to be placed, and how some are loaded.
 
     `known`: the families it may be of; `pipeline_of`: what the pipeline of another family is called, for the one who took the wrong one.
     """
@@ -167,21 +223,23 @@ def identify(
             f"model_configs is {configs!r:.80}, which is no list of ModelConfig.",
             hint="Write model_configs=[ModelConfig(path=...)].",
         )
-    parts, placed, spec = {}, {}, None
+    parts, placed, loading, spec = {}, {}, {}, None
     for config in configs:
         check_one(config, "model_configs")
-        found = _found(_expanded(config.files()), known, pipeline_of)
+        found = _found(expanded(config.files()), known, pipeline_of)
         for name, part in found.parts.items():
             if name in parts:
                 raise Trouble("bad_value", f"Two model configs bring the part {name}.", hint="Leave one of them out.")
             parts[name], placed[name] = part, config.vram()
+        loading |= config.loading(found.parts)
         spec = found if spec is None or "dit" in found.parts else spec
     if spec is None:
         raise Trouble("bad_value", "model_configs is empty.", hint="Name at least the transformer's file.")
     family = families.by_name(spec.family)
     parts = fitting(parts, spec.variant, family)
     missing = missing_of(parts, spec.variant, family)
-    return model_folder.completed(replace(spec, parts=parts, missing=missing, path=None), family), placed
+    loading = {name: said for name, said in loading.items() if name in parts}
+    return model_folder.completed(replace(spec, parts=parts, missing=missing, path=None), family), placed, loading
 
 
 def _found(files: list[Path], known: tuple[ModuleType, ...], pipeline_of: Callable[[str], str]) -> ModelSpec:
@@ -199,7 +257,7 @@ def _found(files: list[Path], known: tuple[ModuleType, ...], pipeline_of: Callab
         raise Trouble("wrong_family", sentence, hint=f"Take {pipeline_of(other.family)}, or another file.") from None
 
 
-def _expanded(paths: list[Path]) -> list[Path]:
+def expanded(paths: list[Path]) -> list[Path]:
     """Folders replaced by the weight files in them, except where an index says which those are."""
     return [file for path in paths for file in _inside(path)]
 

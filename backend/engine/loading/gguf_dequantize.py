@@ -1,4 +1,4 @@
-"""Numbers in the blocks of ggml's quantised types: bytes to float32, on any device.
+"""Numbers in the blocks of ggml's quantized types: bytes to float32, on any device.
 
 Layouts and formulas are those of the ggml project's reference code (`dequantize_row_*`). B blocks of 32 or 256 numbers; d and m are a block's scale
 and offset in float16, the "K" types have 6-bit (or 4-bit) scales for groups of 16 or 32 numbers besides.

@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import mmap
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,11 +44,25 @@ def load_part(
     Peak memory: what is cast or moved, one tensor at a time. Raises Trouble where the file and the class do not agree, and what says that
     memory ran out as it is.
     """
-    module = build_meta(part)
+    return fill(build_meta(part), part, dtype=dtype, device=device, on_bytes=on_bytes, maps=maps)
+
+
+def fill(
+    module: torch.nn.Module,
+    part: PartSpec,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    on_bytes: Callable[[int, int], None] | None = None,
+    maps: Mapping[Path, mmap.mmap] | None = None,
+    without: Collection[str] = (),
+) -> torch.nn.Module:
+    """As `load_part`, into a `module` that `build_meta` has made; parameters named in `without` are left as they are."""
     total, done, device = part.nbytes, 0, torch.device(device)
     maps = open_maps(part.files, private=device_memory.is_ram(device)) if maps is None else maps
     upload = None if device_memory.is_ram(device) else Upload(device)
     own = {*dict(module.named_parameters(remove_duplicate=False)), *dict(module.named_buffers(remove_duplicate=False))}
+    own.difference_update(without)
     for name, at in part.tensors.items():
         if name not in own:  # markers, and what merged files carry along
             continue

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from backend.catalog.formats.read import read_header
-from backend.catalog.lora.keys import QUANTISED, group, scales_of
+from backend.catalog.lora.keys import QUANTIZED, group, scales_of
 from backend.catalog.lora.peft_config import config_beside
 from backend.catalog.spec import TensorAt
 from backend.engine.devices import out_of_memory
@@ -41,7 +41,7 @@ class Source:
         """The tensor under `key` on the CPU, in its own dtype (8-bit and 64-bit floats as float32), in memory of its own.
 
         8-bit numbers with a scale beside them are multiplied by it. Raises Trouble for a scale that does not fit, and for 8-bit numbers
-        whose scale is missing where the file has others, or has companions of quantised tensors that are not known here.
+        whose scale is missing where the file has others, or has companions of quantized tensors that are not known here.
         """
         tensor, scales = self.stored(key), self._scales.get(key, ())
         if tensor.dtype in EIGHTS:
@@ -68,8 +68,8 @@ class Source:
 
     @cached_property
     def _companions(self) -> tuple[str, ...]:
-        """Keys that speak of quantised tensors and belong to none that is known."""
-        return tuple(key for key in group(self.shapes)[1] if QUANTISED.search(key.rpartition(".")[2]))
+        """Keys that speak of quantized tensors and belong to none that is known."""
+        return tuple(key for key in group(self.shapes)[1] if QUANTIZED.search(key.rpartition(".")[2]))
 
     def _check_companions(self, key: str, scales: tuple[str, ...]) -> None:
         unknown = self._companions

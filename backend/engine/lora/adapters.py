@@ -38,6 +38,7 @@ from backend.engine.lora.loaded import (
 )
 from backend.engine.lora.read import read_lora
 from backend.engine.offload import placement
+from backend.engine.quantization.layers import full_weight, holds_quantized, is_quantized
 from backend.schema.messages import Trouble
 from backend.schema.request import LoraReceipt, LoraUse
 
@@ -89,7 +90,7 @@ class Adapters:
     ) -> LoraReceipt:
         """Adds a LoRA. `part`: where names without a prefix belong, and the one part it may touch beside the text encoders; None: any.
 
-        `hot` None: beside the weights where they are placed or `prefer_hot` was called, else into them. Raises Trouble, with nothing
+        `hot` None: beside the weights where they are placed or quantized or `prefer_hot` was called, else into them. Raises Trouble, with nothing
         changed, for a damaged or incomplete file, one for another model, an algorithm that is not read, or no match at all.
         """
         check_strength(strength)
@@ -237,16 +238,18 @@ class Adapters:
 
     def _is_hot(self, part: str, asked: bool | None) -> bool:
         placed = placement.of(self.modules[part])
-        fixed = placed is not None and not placed.changeable
+        quantized = holds_quantized(self.modules[part])
+        fixed = quantized or (placed is not None and not placed.changeable)
         if asked is False and fixed:
+            why = "quantized" if quantized else "moved or stored in 8 bits"
             raise Trouble(
                 "bad_value",
-                f"The weights of {part} are moved or stored in 8 bits, so a LoRA cannot be fused into them.",
+                f"The weights of {part} are {why}, so a LoRA cannot be fused into them.",
                 hint="Leave hotload out, or set it to True.",
             )
         if asked is not None:
             return asked
-        return part in self._prefers_hot or placed is not None
+        return quantized or part in self._prefers_hot or placed is not None
 
     def _base_of(self, part: str, name: str) -> torch.Tensor:
         """The unchanged values of a parameter, whatever has been fused into it and wherever it lies; on the CPU."""
@@ -257,6 +260,9 @@ class Adapters:
         placed = placement.of(module)
         if placed is not None and not placed.changeable:
             return placed.read(name).cpu()
+        layer = module.get_submodule(name.rpartition(".")[0])
+        if name.endswith(".weight") and is_quantized(layer):
+            return full_weight(layer).cpu()
         return weight.detach().cpu()
 
     def _keep_originals(self, one: Loaded) -> None:

@@ -7,6 +7,7 @@ from types import ModuleType
 from torch import nn
 
 from backend.catalog.lora.module_lookup import Index, Resolved, index_of_rows, resolve
+from backend.engine.quantization.layers import weight_shape
 
 __all__ = ["Index", "Resolved", "index_of", "module_rows", "resolve"]
 
@@ -21,9 +22,9 @@ def module_rows(module: nn.Module) -> dict[str, int]:
     rows = {}
     for name, inner in module.named_modules():
         name = name.replace("_orig_mod.", "")
-        weight = inner._parameters.get("weight")
-        if weight is not None and weight.ndim:
-            rows[name] = weight.shape[0]
+        shape = weight_shape(inner)
+        if shape:
+            rows[name] = shape[0]
         elif any(parameter is not None for parameter in inner._parameters.values()):
             rows[name] = 1
     return rows

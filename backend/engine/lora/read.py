@@ -23,6 +23,7 @@ from backend.engine.lora.algorithms.module_tensors import Module
 from backend.engine.lora.algorithms.scale import warnings
 from backend.engine.lora.duplicate_modules import Claim, Claims, lend_alphas
 from backend.engine.lora.module_index import Resolved, index_of, resolve
+from backend.engine.quantization.layers import weight_shape
 from backend.schema.messages import Trouble
 
 MANY_NOTES = 8
@@ -91,7 +92,7 @@ def _check_is_adapter(source: Source, grouped: Mapping, others: Sequence[str]) -
     if packed is None and grouped:
         return
     if packed is not None:
-        what = f"it is a quantised model: {packed[:100]!r} lies beside its factors"
+        what = f"it is a quantized model: {packed[:100]!r} lies beside its factors"
     else:
         what = f"its first tensor is {others[0][:100]!r}" if others else "it is empty"
     raise Trouble("no_keys_match", f"{source.name} is not a LoRA: {what}.", hint="Is it a model? Load it as one.")
@@ -250,7 +251,10 @@ def _base(source: Source, module: nn.Module, part: str, name: str, weight_of: Ca
 def _shape(module: nn.Module, name: str) -> tuple[int, ...] | None:
     """The shape of a parameter, None where the module has none of that name."""
     path, _, leaf = name.rpartition(".")
-    tensor = module.get_submodule(path)._parameters.get(leaf)
+    owner = module.get_submodule(path)
+    if leaf == "weight":
+        return weight_shape(owner)
+    tensor = owner._parameters.get(leaf)
     return None if tensor is None else tuple(tensor.shape)
 
 

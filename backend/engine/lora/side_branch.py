@@ -24,6 +24,7 @@ from torch import nn
 
 from backend.engine.lora.algorithms.delta import Change, Dense, Hadamard, Kronecker, LowRank
 from backend.engine.lora.algorithms.oft import Rotation, turned
+from backend.engine.quantization.layers import computing_dtype, is_quantized
 from backend.schema.messages import Trouble
 
 LONGEST = 0.125  # length of a row of the stacked down-projections, nearly
@@ -39,6 +40,7 @@ class Branches:
     kroneckers: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     row_excess: torch.Tensor | None = None  # sum of strength * (c - 1) over DoRAs by rows
     column_excess: torch.Tensor | None = None  # likewise by columns
+    dense: torch.Tensor | None = None  # (o, i): whole changes beside a quantized weight, which nothing can be added to
     added: dict[str, torch.Tensor] = field(default_factory=dict)  # parameter -> what is added to it during a call
     rotations: list[torch.Tensor] = field(
         default_factory=list
@@ -52,6 +54,7 @@ class Branches:
 
         self.down, self.up = moved(self.down), moved(self.up)
         self.row_excess, self.column_excess = moved(self.row_excess), moved(self.column_excess)
+        self.dense = moved(self.dense)
         self.kroneckers = [(moved(left), moved(right)) for left, right in self.kroneckers]
         self.added = {name: moved(tensor) for name, tensor in self.added.items()}
         self.rotations = [moved(turns) for turns in self.rotations]
@@ -76,8 +79,10 @@ def attach(layer: nn.Module, uses: Sequence[tuple[Change, float]]) -> None:
 
 def stack(layer: nn.Module, uses: Sequence[tuple[Change, float]]) -> Branches:
     """All changes of one layer, in as few tensors as they allow, in its computing dtype and on its device."""
-    weight = layer._parameters.get("weight")
+    weight, quantized = layer._parameters.get("weight"), is_quantized(layer)
     like = weight if weight is not None else next(layer.parameters(recurse=False))
+    if quantized:
+        like = torch.empty(0, dtype=computing_dtype(layer), device=weight.device)
     downs, ups, branches = [], [], Branches()
     # What acts on the weight or on its product must not meet a turned input; low-rank pairs have the plain one.
     alone = all(isinstance(change.body, Rotation | LowRank | Kronecker) and change.dora is None for change, _ in uses)
@@ -100,6 +105,9 @@ def stack(layer: nn.Module, uses: Sequence[tuple[Change, float]]) -> Branches:
                 up, down = (up * factor[:, None], down) if change.dora.axis == 0 else (up, down * factor[None])
             ups.append(up)
             downs.append(down)
+        elif quantized:
+            dense = (change.dense() if factor is None else change.dora.column(2) * body.dense()) * strength
+            branches.dense = dense if branches.dense is None else branches.dense + dense
         else:
             _add(branches, change, strength, like)
             continue
@@ -198,13 +206,15 @@ def _forward_linear(kind: type[nn.Module]) -> Callable:
         if branches.added:
             with _with_added(self, branches):
                 y = base(self, x, *args, **kwargs)
-            y = _scaled_beside(self, x, y, branches)
+            y = _scaled_beside(self, x, y, base, branches)
         elif branches.row_excess is not None or branches.column_excess is not None:
             y = _scaled(self, x, base, branches)
         else:
             y = base(self, turned(x, branches.rotations) if branches.rotations else x, *args, **kwargs)
         if branches.up is not None:
             y = _plus(y, F.linear(x, branches.down), branches.up)
+        if branches.dense is not None:
+            y = y + F.linear(x, branches.dense.to(x.device, x.dtype))
         for left, right in branches.kroneckers:
             y = y + _kronecker(x, left.to(x.dtype), right.to(x.dtype))
         return y
@@ -218,20 +228,33 @@ def _scaled(layer: nn.Linear, x: torch.Tensor, base: Callable, branches: Branche
     if rows is None:
         return base(layer, x + x * columns.to(x.device, x.dtype))
     y = base(layer, x)
-    return _scaled_beside(layer, x, y, branches, product=y if layer.bias is None else y - layer.bias.to(y.dtype))
+    return _scaled_beside(layer, x, y, base, branches, product=y if layer.bias is None else y - layer.bias.to(y.dtype))
 
 
 def _scaled_beside(
-    layer: nn.Linear, x: torch.Tensor, y: torch.Tensor, branches: Branches, product: torch.Tensor | None = None
+    layer: nn.Linear,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    base: Callable,
+    branches: Branches,
+    product: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y plus what scaled rows and columns of the bare weight add. `product`: x W^T, if it is known."""
     rows, columns = branches.row_excess, branches.column_excess
     if rows is not None:
-        product = F.linear(x, layer.weight.to(x.dtype)) if product is None else product
+        product = _product(layer, x, base) if product is None else product
         y = y + product * rows.to(y.device, y.dtype)
     if columns is not None:
-        y = y + F.linear(x * columns.to(x.device, x.dtype), layer.weight.to(x.dtype))
+        y = y + _product(layer, x * columns.to(x.device, x.dtype), base)
     return y
+
+
+def _product(layer: nn.Linear, x: torch.Tensor, base: Callable) -> torch.Tensor:
+    """x W^T by the layer's own weight, however it is stored."""
+    if not is_quantized(layer):
+        return F.linear(x, layer.weight.to(x.dtype))
+    y = base(layer, x)
+    return y if layer.bias is None else y - layer.bias.to(y.dtype)
 
 
 def _plus(y: torch.Tensor, inner: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -83,7 +83,10 @@ class Residence:
 
     def _in_ram(self, unit: Unit, state: State, layout: Layout) -> Stored:
         """Views of the file where the dtype is right, and one buffer for the others."""
-        kept = [raw.dtype == wanted.dtype for raw, wanted in zip(unit.raw.fields, layout.fields)]
+        kept = [
+            raw.dtype == wanted.dtype and load.blocks_of(at) is None
+            for raw, wanted, at in zip(unit.raw.fields, layout.fields, unit.tensors, strict=True)
+        ]
         others = lay_out((field.dtype, field.shape) for field, same in zip(layout.fields, kept) if not same)
         buffer = allocate(others.nbytes, state.device)
         cast = iter(views(buffer, others))

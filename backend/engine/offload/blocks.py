@@ -8,7 +8,7 @@ computation dtype, and stays so until the part is offloaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +45,9 @@ class Unit:
     stored: Stored | None = None  # where its weights wait; None: on disk
     parked: Stored | None = None  # its offload state, kept in RAM while it is nearer to the computation
     ready: Stored | None = None  # its weights as the computation takes them, for as long as they stay
+    packed: frozenset[int] = (
+        frozenset()
+    )  # tensors that stay quantized as the file has them, in every state but the computing one
     codes: frozenset[int] = (
         frozenset()
     )  # tensors whose layers multiply with FP8 codes where these are stored (`native_fp8.py`)
@@ -79,10 +82,18 @@ class Stored(Source):
     private_bytes: int
 
 
-def find_units(module: nn.Module, part: PartSpec, computing: torch.dtype, split_bytes: int | None = None) -> list[Unit]:
+def find_units(
+    module: nn.Module,
+    part: PartSpec,
+    computing: torch.dtype,
+    split_bytes: int | None = None,
+    *,
+    stays_packed: Callable[[str], bool] | None = None,
+) -> list[Unit]:
     """Every parameter and buffer of `module` that `part` knows the place of, in units; blocks in the order of the module.
 
     `split_bytes`: a block that is larger in the file is cut into its children, they into theirs, until all are smaller or have none.
+    `stays_packed(name)`: whether a parameter of a block that the file stores quantized waits so, too.
     """
     lists = _block_lists(module, part)
     sizes = _sizes(part) if split_bytes is not None else {}
@@ -101,6 +112,13 @@ def find_units(module: nn.Module, part: PartSpec, computing: torch.dtype, split_
         block = any(group.startswith(f"{path}.") for path in lists)
         targets = {name: tuple(owners[id(_tensor(module, name))]) for name in members}
         found.append(_make_unit(len(found), group, block, module, part, targets, computing))
+    for unit in found if stays_packed else ():
+        if unit.block:
+            unit.packed = frozenset(
+                index
+                for index, (name, factor) in enumerate(zip(unit.names, unit.on_disk.factors, strict=True))
+                if stays_packed(name) and (name in part.scales or isinstance(factor, Dequantizer))
+            )
     return sorted(found, key=lambda unit: unit.position)
 
 
@@ -220,10 +238,12 @@ def _factor(part: PartSpec, name: str) -> float | torch.Tensor | Blocks | Dequan
 
 def stored_layout(unit: Unit, dtype: torch.dtype) -> Layout:
     """How `unit` lies in memory when stored as `dtype`: FP8 is for the matrices of a block's linear and convolution layers; all else
-    keeps the computation's dtype. Codes that the file holds in that very format stay as they are."""
+    keeps the computation's dtype. Codes that the file holds in that very format stay as they are, and so does what stays packed."""
     fields = []
-    for raw, computing, targets in zip(unit.raw.fields, unit.computing.fields, unit.targets, strict=True):
-        if not computing.dtype.is_floating_point:
+    for index, (raw, computing, targets) in enumerate(
+        zip(unit.raw.fields, unit.computing.fields, unit.targets, strict=True)
+    ):
+        if not computing.dtype.is_floating_point or index in unit.packed:
             fields.append((raw.dtype, raw.shape))
         elif is_float8(dtype) and not (unit.block and _is_matrix(targets)):
             fields.append((computing.dtype, computing.shape))
@@ -245,6 +265,9 @@ def convert(
     """Writes `source` x `factor` to `target` in the latter's dtype. Answers what `target` must still be multiplied with, and whether
     it has codes that are no finite number (None: nobody has looked)."""
     if isinstance(factor, Blocks | Dequantizer):
+        if target.dtype is torch.uint8:  # it stays packed
+            target.copy_(source)
+            return factor, False
         source, factor = factor.decode(source), 1.0
     if source.dtype == target.dtype:
         target.copy_(source)

@@ -53,19 +53,21 @@ def place(
     split_bytes: int | None = None,
     reader: Reader | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
+    stays_packed: Callable[[str], bool] | None = None,
 ) -> Placement:
     """Puts the weights of `module` into their offload state. The module's own are dropped; `part` says where they are stored.
 
     `vram_limit_bytes`: how much of the computing device this part's weights, staging included, may take for blocks to wait in the preparing
     state; None: all blocks may, 0: none. `resident`: numbers of the blocks that may instead (a plan's choice). `device` computes where `config` names none, in the dtype of the file (bfloat16 for 8-bit files).
-    `staging`: buffers for fetched blocks, 2 or 3. `split_bytes`: larger blocks move in pieces, child by child. `reader` reads files. `on_bytes(done, total)` is told of progress. Raises Trouble for a setting that makes no sense.
+    `staging`: buffers for fetched blocks, 2 or 3. `split_bytes`: larger blocks move in pieces, child by child. `reader` reads files. `on_bytes(done, total)` is told of progress. `stays_packed(name)`:
+    whether a parameter of a block that its file stores quantized waits so in every state, and is dequantized each time it is used. Raises Trouble for a setting that makes no sense.
     """
     check_limit(vram_limit_bytes)
     stored = getattr(torch, part.storage, None)
     known = isinstance(stored, torch.dtype) and stored.is_floating_point and not is_float8(stored)
     states = read_states(config, device=device, dtype=stored if known else torch.bfloat16)
     check_files(part, states)
-    units = find_units(module, part, states.computation.dtype, split_bytes)
+    units = find_units(module, part, states.computation.dtype, split_bytes, stays_packed=stays_packed)
     placement = Placement(module, part, units, states, vram_limit_bytes, resident, staging, reader or Reader())
     try:
         placement._fill(on_bytes)
@@ -110,7 +112,7 @@ class Placement:
         self.passes: set[Pass] = set()
         self.motion.make_parameters(self.units)
         self.layers = find_layers(self.units)
-        self._hooks = [] if states.resident else watch(self)
+        self._hooks = [] if self.changeable else watch(self)
         move_others(module, self.units, self.device)
 
     @property
@@ -121,7 +123,7 @@ class Placement:
     @property
     def changeable(self) -> bool:
         """Whether weights may be changed in place, as a fused LoRA does."""
-        return self.states.resident
+        return self.states.resident and not any(unit.packed for unit in self.units)
 
     @property
     def moved_bytes(self) -> int:
@@ -187,7 +189,7 @@ class Placement:
             for hook in self._hooks:
                 hook.remove()
             self.whole, self.layers = whole, find_layers(self.units, whole)
-            self._hooks = [] if self.states.resident else watch(self)
+            self._hooks = [] if self.changeable else watch(self)
             for unit in self.blocks:
                 unit.codes = codes(unit)
                 self._enter(unit, self.states.offload)
@@ -258,7 +260,7 @@ class Placement:
             if self.level == level:
                 return
             self.level = _BETWEEN  # for as long as anything can fail: the next try begins where this one ended
-            if not self.states.resident:
+            if not self.changeable:
                 self._let_go()
                 for unit in self.units:
                     self._enter(unit, getattr(self.states, level))

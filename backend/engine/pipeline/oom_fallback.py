@@ -21,7 +21,7 @@ from backend.engine.loading.load import TORCH_DTYPES
 from backend.engine.offload.blocks import find_units, stored_layout
 from backend.engine.offload.prefetch import spread
 from backend.engine.offload.vram_states import check_files, read_states
-from backend.engine.pipeline import part_placement
+from backend.engine.pipeline import part_loading, part_placement
 from backend.planner.costs.layout import PartLayout
 from backend.planner.plan import RAM_SHARE, config_of
 from backend.schema.memory_plan import DISK, DTYPE_BYTES, VramConfig
@@ -242,6 +242,8 @@ def _states(pipeline, name: str, config: VramConfig):
 
 def _is_placeable(pipeline, name: str, config: VramConfig) -> bool:
     """Whether the part's files can be read piece by piece as `config` asks."""
+    if part_loading.is_fixed(pipeline, name):
+        return False
     part, module = pipeline.spec.parts[name], pipeline.parts.get(name)
     try:
         check_files(part, _states(pipeline, name, config))
@@ -286,6 +288,8 @@ def staying_of(pipeline, name: str) -> tuple[int, int]:
     here = pipeline.placements.get(name)
     if here is not None:
         return len(here.blocks), len(here.staying())
+    if part_loading.is_fixed(pipeline, name):
+        return 0, 0
     try:
         units = find_units(pipeline.parts[name], pipeline.spec.parts[name], pipeline.dtype)
     except Trouble:
@@ -313,6 +317,8 @@ def _frees_blocks(pipeline, name: str) -> bool:
 def _may_be_eighth(pipeline, name: str) -> bool:
     """Whether storing in FP8 is allowed and would change anything: what is fetched from disk comes in the file's own format."""
     here = pipeline.placements.get(name)
+    if part_loading.is_fixed(pipeline, name) or name in pipeline.packed:
+        return False
     if not pipeline.lower.allow_fp8 or (here is not None and here.states.onload.on_disk and not here.staying()):
         return False
     storages = (

@@ -7,13 +7,17 @@ from dataclasses import replace
 
 import torch
 
+from backend.engine.pipeline import part_loading
 from backend.schema.memory_plan import VramConfig
 from backend.schema.messages import Trouble
 
 
 def is_placed(pipeline, name: str) -> bool:
     """Whether the weights of the part are moved about, or are to be."""
-    return pipeline.limit_bytes is not None or pipeline.configs.get(name, VramConfig()).managed
+    managed = pipeline.configs.get(name, VramConfig()).managed
+    if part_loading.is_fixed(pipeline, name):
+        return False
+    return managed or (pipeline.limit_bytes is not None and name not in pipeline.packed)
 
 
 def place(pipeline, name: str, module: torch.nn.Module, tell: Callable[[int, int], None] | None = None) -> None:
@@ -29,6 +33,7 @@ def place(pipeline, name: str, module: torch.nn.Module, tell: Callable[[int, int
         device=pipeline.device,
         on_bytes=tell,
         resident=pipeline.resident_blocks.get(name),
+        stays_packed=pipeline.packed.get(name),
     )
     if name in pipeline.adapters.modules:  # its weights were read anew
         try:

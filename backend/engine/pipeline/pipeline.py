@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -16,8 +16,9 @@ from backend.engine.acceleration import apply, fp8_matmul
 from backend.engine.devices import device_memory
 from backend.engine.loading import check_finite, load
 from backend.engine.lora import adapters
-from backend.engine.pipeline import denoise, image_tensors, oom_fallback, part_placement, request_checks
+from backend.engine.pipeline import denoise, image_tensors, oom_fallback, part_loading, part_placement, request_checks
 from backend.engine.pipeline.latent_preview import Preview, Step, watched
+from backend.engine.pipeline.part_loading import Loading
 from backend.schema.memory_plan import VramConfig
 from backend.schema.messages import Cancelled, Trouble
 from backend.schema.request import GenerationRequest, LoraReceipt, LoraUse
@@ -31,7 +32,8 @@ class Pipeline:
     `parts` holds the modules by name, the tokenizer and the processor of pictures; `placements` those whose weights are moved about. Parts may be missing:
     a pipeline of a transformer alone loads, and says what it lacks when it is asked for a picture. `compile` only makes sure, before
     anything is loaded, that requests may ask for it; `fp8_products` stores the transformer so that they may ask for those. `allow_fp8`: weights
-    may be stored in FP8 where memory runs out, `allow_tiles`: pictures may go through the autoencoder in tiles. What is done then is in `rungs.py`.
+    may be stored in FP8 where memory runs out, `allow_tiles`: pictures may go through the autoencoder in tiles. What is done then is in `oom_fallback`. `loading`: parts
+    whose weights are not simply those of their files.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Pipeline:
         fp8_products: bool = False,
         allow_fp8: bool = False,
         allow_tiles: bool = True,
+        loading: Mapping[str, Loading] | None = None,
         on_bytes: Callable[[str, int, int], None] | None = None,
     ):
         self.spec, self.dtype, self.device = spec, dtype, device_memory.check_device(str(device))
@@ -70,7 +73,13 @@ class Pipeline:
         )
         self.configs, self.limit_bytes = dict(configs or {}), vram_limit_bytes
         self.resident_blocks = dict(resident_blocks or {})  # of parts that are streamed, the blocks that stay
-        self.adapters = adapters.Adapters({}, family=self.family, specs=spec.parts, families=families.FAMILIES)
+        self.loading = dict(loading or {})  # of parts that are quantized, given as a state dict, or empty
+        self.packed: dict[str, Callable[[str], bool]] = {}  # part that is quantized and moved -> which weights
+        for name, said in self.loading.items():
+            moved = self.configs.get(name, VramConfig()).managed
+            part_loading.check(name, said, moved=moved, fp8_products=fp8_products and name == apply.PART)
+        kept = {name: part for name, part in spec.parts.items() if not self._is_own(name)}
+        self.adapters = adapters.Adapters({}, family=self.family, specs=kept, families=families.FAMILIES)
         try:
             self._load_all(on_bytes)
         except BaseException:  # no memory, or cancelled: nothing of it stays
@@ -88,19 +97,26 @@ class Pipeline:
         if self.spec.processor is not None and request_checks.edits(self.spec, self.family):
             self.parts["processor"] = self.family.load_processor(self.spec.processor, self.spec.variant)
 
+    def _is_own(self, name: str) -> bool:
+        """Whether the part's weights are other than those of its file."""
+        said = self.loading.get(name)
+        return said is not None and not said.is_plain and not said.is_once
+
     def _load(self, name: str, tell: Callable[[int, int], None] | None) -> None:
         part = self.spec.parts[name]
         multiplies = self.fp8_products and name == apply.PART
         if multiplies:
             self.configs[name] = fp8_matmul.stored(self.configs.get(name, VramConfig()), part)
+        if self._is_own(name) and self.configs.get(name, VramConfig()).managed and name not in self.packed:
+            part_loading.place_packed(self, name, tell)
+            part = self.spec.parts[name]
         if part_placement.is_placed(self, name):
             module = load.build_meta(part)
             check_finite.check(part, module)
             part_placement.place(self, name, module, tell)
         else:
-            module = load.load_part(part, dtype=self.dtype, device=self.device, on_bytes=tell)
+            module = part_loading.load_part(self, name, tell)
             module.vram_management_enabled = False
-            check_finite.check(part, module)
         try:
             if multiplies:
                 fp8_matmul.prepare(self.placements[name])
@@ -122,6 +138,7 @@ class Pipeline:
                     f"This needs the part {name}, which was not loaded.",
                     hint=f"Add its files: the model's folder {getattr(self.family.PARTS.get(name), 'folder', name)}.",
                 )
+            part_loading.check_usable(self, name)
         for name, placement in self.placements.items():
             if name not in names:
                 placement.offload()
@@ -304,6 +321,7 @@ class Pipeline:
 
     def add_lora(self, part: str, source, *, strength: float = 1.0, hot: bool | None = None) -> LoraReceipt:
         """Adds a LoRA (a file or a state dict) to `part`, and its text encoder half to the text encoder if that is loaded."""
+        part_loading.check_usable(self, part)
         if part in self.lower.moved:
             hot = None  # what could be fused into when it was loaded no longer can
         work = partial(self.adapters.add, source, strength=strength, hot=hot, part=part)

@@ -37,7 +37,7 @@ def _weights(modules: Mapping[str, object], device: torch.device) -> list[torch.
 
 def _of_module(module: torch.nn.Module, device: torch.device) -> list[torch.Tensor]:
     placed = placement.of(module)
-    if placed is None or placed.states.resident:
+    if placed is None or placed.changeable:
         return [*module.parameters(), *module.buffers(), *forward_calls.tables(module)]
     stored = [unit.stored.tensors for unit in placed.units if unit.stored and unit.stored.state.device == device]
     trained = [weight for weight in module.parameters() if weight.requires_grad]  # adapters, which no placement moves
@@ -46,7 +46,7 @@ def _of_module(module: torch.nn.Module, device: torch.device) -> list[torch.Tens
 
 def _staging_bytes(modules: Mapping[str, object], device: torch.device) -> int:
     placed = [placement.of(module) for module in modules.values() if isinstance(module, torch.nn.Module)]
-    away = [one for one in placed if one is not None and not one.states.resident]
+    away = [one for one in placed if one is not None and not one.changeable]
     return sum(one.motion.staging_bytes() for one in away) if device.type == "cpu" else 0
 
 

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+from backend.catalog.quantization.methods import is_quantized
 from backend.catalog.spec import ModelSpec, PartSpec
 from backend.families.qwen_image import reference_sizes
 from backend.planner.costs import untraced_model
 from backend.planner.costs.layout import DENOISERS
-from backend.planner.costs.quantized_bytes import is_rounded, saved_bytes
+from backend.planner.costs.quantized_bytes import saved_bytes
 from backend.schema.json_values import dicts
 from backend.schema.memory_plan import DTYPE_BYTES
 from backend.schema.messages import Trouble
@@ -68,7 +69,7 @@ class PartSizes:
     @lru_cache(maxsize=4096)  # noqa: B019 (parts are few and live as long as their models are listed)
     def bytes(self, storage: str, computing: str) -> int:
         """All weights, blocks stored as `storage`. What lies around the blocks is never stored in FP8; rounding reaches all linear layers."""
-        if is_rounded(storage):
+        if is_quantized(storage):
             around = ((name, rows, columns, 1) for name, (rows, columns) in self.outside.items())
             layers = (*((name, *size) for name, size in self.linears.items()), *around)
             return self.bytes(computing, computing) - saved_bytes(storage, layers, DTYPE_BYTES[computing])

@@ -1,6 +1,6 @@
 """What an encoding depends on beside its picture or its words: the encoder's weights and how they are kept, what reads for it, and the code.
 
-Encodings are shared between runs by a key that holds all of it, so that a run whose encoder is stored in FP8, quantised, merged with a LoRA
+Encodings are shared between runs by a key that holds all of it, so that a run whose encoder is stored in FP8, quantized, merged with a LoRA
 or read by another tokenizer takes over none that it would not have made itself, bit for bit.
 """
 
@@ -18,27 +18,29 @@ from pathlib import Path
 
 import torch
 
+from backend.catalog.quantization.methods import METHODS
 from backend.catalog.spec import PartSpec
-from backend.planner.costs.quantized_bytes import package_of
+from backend.engine.quantization.config import QuantizeConfig
 from backend.schema.paths import places
 from backend.schema.untrusted import read_object_or_empty
 from backend.system.durable_files import write_text
 from backend.training.encoding.encoding_cache import key_of
 from backend.training.model.base_model import Base, check_there
 from backend.training.model.frozen_weights import Kept
-from backend.training.model.quantization import Quantised
 
 LIBRARIES = ("torch", "transformers", "diffusers", "tokenizers", "pillow", "numpy")
 CODE = (  # modules of which an encoding is made, beside the family's own
     "backend.images.orientation",
     "backend.engine.loading.gguf_dequantize",
     "backend.engine.loading.load",
+    "backend.engine.quantization.config",
+    "backend.engine.quantization.int8",
+    "backend.engine.quantization.quantized_part",
     "backend.engine.pipeline.image_tensors",
     "backend.training.encoding.encoding_cache",
     "backend.training.encoding.conditioning",
     "backend.dataset.crops",
     "backend.dataset.reference_images",
-    "backend.training.model.quantization",
 )
 READERS = 4  # threads that hash files
 
@@ -50,7 +52,7 @@ def encoder_key(
     dtype: torch.dtype,
     device: torch.device,
     kept: Kept | None = None,
-    quantised: Quantised | None = None,
+    quantized: QuantizeConfig | None = None,
     adapter: Path | None = None,
 ) -> str:
     """A hash of everything of the part `name` that its results depend on: weights (every byte), what was understood of their files, class and
@@ -68,7 +70,7 @@ def encoder_key(
         *content_digests(part.files),
         str(torch.float32 if name == "vae" else dtype),
         device.type,
-        *_stored(kept, quantised),
+        *_stored(kept, quantized),
         *(content_digests([adapter]) if adapter else ()),
         _code(base),
     )
@@ -87,14 +89,14 @@ def _read_as(part: PartSpec) -> tuple[str, ...]:
     return part.network, json.dumps([part.config, *tables], sort_keys=True, default=str)
 
 
-def _stored(kept: Kept | None, quantised: Quantised | None) -> tuple[object, ...]:
+def _stored(kept: Kept | None, quantized: QuantizeConfig | None) -> tuple[object, ...]:
     """How weights are rounded. Where they wait changes no result as long as every state is the computing one or the file's own."""
-    if quantised:
+    if quantized:
         return (
-            "quantised",
-            quantised.method,
-            *sorted(quantised.excluded),
-            *_versions(filter(None, [package_of(quantised.method)])),
+            "quantized",
+            quantized.method,
+            *sorted(quantized.exclude_modules or ()),
+            *_versions(filter(None, [METHODS[quantized.method].package])),
         )
     if kept is None:
         return ()

@@ -6,6 +6,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -16,15 +17,15 @@ from backend.catalog.hub.part_entries import listed_paths, split_id
 from backend.catalog.models import model_folder
 from backend.catalog.models.identify import identify_files, identify_model
 from backend.catalog.spec import ModelSpec
-from backend.engine.devices import device_memory
 from backend.engine.loading import check_finite
-from backend.engine.loading.load import load_part, open_maps
+from backend.engine.loading.load import load_part
+from backend.engine.quantization.config import QuantizeConfig
+from backend.engine.quantization.quantized_part import load_quantized
 from backend.families import FAMILIES, by_name
 from backend.schema.memory_plan import VramConfig
 from backend.schema.messages import Trouble
 from backend.system.text_files import listed
 from backend.training.model import frozen_weights
-from backend.training.model.quantization import Quantised, quantise
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -88,7 +89,7 @@ def load_parts(
     dtype: torch.dtype,
     device: torch.device,
     kept: Mapping[str, VramConfig] | None = None,
-    quantised: Mapping[str, Quantised] | None = None,
+    quantized: Mapping[str, QuantizeConfig] | None = None,
     before_rounding: Callable[[str, torch.nn.Module], None] | None = None,
     split_bytes: int | None = None,
     through_ram: bool = False,
@@ -96,7 +97,7 @@ def load_parts(
 ) -> dict[str, torch.nn.Module]:
     """Modules by part. Those in `trained` are in float32, the VAE too (it runs once per picture); the rest in `dtype`.
 
-    `kept` says where the weights of some frozen parts lie (`frozen.keeping`; `split_bytes`: in which pieces they are fetched), `quantised` which
+    `kept` says where the weights of some frozen parts lie (`frozen.keeping`; `split_bytes`: in which pieces they are fetched), `quantized` which
     are rounded to fewer bits, after `before_rounding` has been called with each such part. `through_ram`: a part is loaded in RAM first.
     `stay_in_ram`: it stays there, for whoever spreads it over several devices, none of which has room for all of it.
     """
@@ -106,16 +107,14 @@ def load_parts(
         check_finite.check(base.spec.parts[name])
         if kept and name in kept:
             module = frozen_weights.place(base.spec.parts[name], kept[name], device=device, split_bytes=split_bytes)
-        elif quantised and name in quantised:
-            spec = base.spec.parts[name]
-            private = before_rounding is not None or device_memory.is_ram(
-                device
-            )  # a LoRA is merged into weights in place
-            maps = open_maps(spec.files, private=private)
-            module = load_part(spec, dtype=dtype, device="cpu", maps=maps)
-            if before_rounding:
-                before_rounding(name, module)
-            module = quantise(module, quantised[name], part=spec, maps=maps, device=device)
+        elif quantized and name in quantized:
+            module = load_quantized(
+                base.spec.parts[name],
+                quantized[name],
+                dtype=dtype,
+                device=device,
+                before=partial(before_rounding, name) if before_rounding else None,
+            )
         else:
             wanted = torch.float32 if name in trained or name == "vae" else dtype
             module = load_part(

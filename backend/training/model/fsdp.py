@@ -158,16 +158,16 @@ def _zero() -> tuple[int, dict[str, str]]:
     return int(stage), places
 
 
-def check(config, *, kept, quantised) -> None:
+def check(config, *, kept, quantized) -> None:
     """Raises Trouble for what cannot be spread."""
     if not asked():
         return
     training, memory = config.training, config.memory
-    if kept or quantised:
-        name = sorted({*kept, *quantised})[0]
+    if kept or quantized:
+        name = sorted({*kept, *quantized})[0]
         raise Trouble(
             "bad_value",
-            f"The weights of {name} are spread over the processes; they cannot be in FP8, quantised or offloaded as well.",
+            f"The weights of {name} are spread over the processes; they cannot be in FP8, quantized or offloaded as well.",
             hint="Leave out --fp8_models, --quant_options and offloading, or launch without that configuration.",
         )
     if memory.enable_optimizer_cpu_offload:

@@ -1,4 +1,4 @@
-"""ggml's quantised types: numbers by hand and by plain loops over one block, and a model in a GGUF file drawn from however it lies."""
+"""ggml's quantized types: numbers by hand and by plain loops over one block, and a model in a GGUF file drawn from however it lies."""
 
 from __future__ import annotations
 
@@ -200,10 +200,10 @@ def both(tiny_qwen, tmp_path_factory):
     """The tiny transformer in Q8_0, and the same numbers in safetensors."""
     folder, stored, same = tmp_path_factory.mktemp("gguf"), {}, {}
     for name, weight in load_file(tiny_qwen / "transformer" / "diffusion_pytorch_model.safetensors").items():
-        quantised = weight.ndim == 2 and weight.numel() % 32 == 0
-        raw = in_eight(weight) if quantised else weight.float().contiguous().view(-1).view(torch.uint8)
-        stored[name] = (8 if quantised else 0, tuple(weight.shape), raw.numpy().tobytes())
-        same[name] = Blocks("GGUF_Q8_0", tuple(weight.shape)).decode(raw) if quantised else weight.float()
+        quantized = weight.ndim == 2 and weight.numel() % 32 == 0
+        raw = in_eight(weight) if quantized else weight.float().contiguous().view(-1).view(torch.uint8)
+        stored[name] = (8 if quantized else 0, tuple(weight.shape), raw.numpy().tobytes())
+        same[name] = Blocks("GGUF_Q8_0", tuple(weight.shape)).decode(raw) if quantized else weight.float()
     write_gguf(folder / "dit.gguf", stored)
     save_file(same, folder / "same.safetensors")
     return folder / "dit.gguf", folder / "same.safetensors"

@@ -1,4 +1,4 @@
-"""What a LoRA may not be taken for: every family's files on every other family's model, quantised models, T5 under other numbers."""
+"""What a LoRA may not be taken for: every family's files on every other family's model, quantized models, T5 under other numbers."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_names_that_two_families_share_are_decided_by_metadata(random, tmp_path)
 def test_branches_of_a_packed_model_are_no_lora():
     file = {f"{Q}.lora_down": torch.ones(48, 4), f"{Q}.lora_up": torch.ones(48, 4)}
     file |= {f"{Q}.qweight": torch.zeros(48, 24, dtype=torch.int8), f"{Q}.wscales": torch.ones(12, 48)}
-    with pytest.raises(Trouble, match="quantised model") as caught:
+    with pytest.raises(Trouble, match="quantized model") as caught:
         lora.load(shared(QWEN), file)
     assert caught.value.kind == "no_keys_match" and not lora.of(shared(QWEN)).loaded
 

@@ -135,16 +135,16 @@ def test_what_cannot_be_spread_is_refused(environment):
     environment(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
     fsdp.take_over(TrainingConfig())
     config = TrainingConfig()
-    fsdp.check(config, kept={}, quantised={})
+    fsdp.check(config, kept={}, quantized={})
     with pytest.raises(Trouble, match="weights of dit are spread"):
-        fsdp.check(config, kept={}, quantised={"dit": "int8"})
+        fsdp.check(config, kept={}, quantized={"dit": "int8"})
     for values in (
         {"enable_optimizer_cpu_offload": True},
         {"mixed_precision": "fp16"},
         {"customized_optimizer": "Muon"},
     ):
         with pytest.raises(Trouble):
-            fsdp.check(from_values(TrainingConfig, values), kept={}, quantised={})
+            fsdp.check(from_values(TrainingConfig, values), kept={}, quantized={})
 
 
 def test_a_stage_of_zero_needs_no_package_and_a_refused_run_ends_with_its_sentence(data, tmp_path: Path):

@@ -19,7 +19,7 @@ from backend.training import setup
 from backend.training.checkpoint import state
 from backend.training.encoding import encoding_cache
 from backend.training.model import quantization
-from backend.training.model.quantization import Quantised
+from backend.training.model.quantization import Quantized
 from tests.engine.conftest import small, write_part  # noqa: F401
 from tests.engine.small import inputs
 
@@ -45,10 +45,10 @@ def test_a_layer_that_did_not_fit_says_nothing_of_the_method(small, monkeypatch,
 
     monkeypatch.setitem(quantization.METHODS, "boom", raising(error))
     with pytest.raises(type(error)):
-        quantization.quantise(Small(2), Quantised("boom"), part=part, maps={}, device=torch.device("cpu"))
+        quantization.quantize(Small(2), Quantized("boom"), part=part, maps={}, device=torch.device("cpu"))
     monkeypatch.setitem(quantization.METHODS, "boom", raising(RuntimeError("no kernel image")))
     with pytest.raises(Trouble, match="does not work here"):
-        quantization.quantise(Small(2), Quantised("boom"), part=part, maps={}, device=torch.device("cpu"))
+        quantization.quantize(Small(2), Quantized("boom"), part=part, maps={}, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("error", RAN_OUT, ids=lambda error: type(error).__name__)
@@ -92,7 +92,7 @@ def test_parts_that_are_no_longer_needed_are_closed(small):  # noqa: F811
         one.onload()
     with torch.no_grad():
         modules["text_encoder"](**inputs())
-    names = ("base", "trained", "kept", "quantised", "split_bytes", "dtype", "device", "through_ram", "tokenizer")
+    names = ("base", "trained", "kept", "quantized", "split_bytes", "dtype", "device", "through_ram", "tokenizer")
     loader = setup.Loader(**dict.fromkeys(names), parts=dict(modules))
     loader.drop_all_but(["dit"])
     assert set(loader.parts) == {"dit"}
