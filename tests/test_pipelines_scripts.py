@@ -113,19 +113,7 @@ def test_state_dicts_that_cannot_be_read_are_said(tiny_qwen, tmp_path):
             load_state_dict(given)
 
 
-def test_words_of_a_model_config_that_are_not_carried_out_are_said(tiny_qwen):
-    from backend.pipelines import ModelConfig, QuantizeConfig
-
-    ModelConfig(path="x", clear_parameters=False, state_dict=None, quantize=None)
-    for word, sentence in (
-        ({"clear_parameters": True}, "left out of model_configs"),
-        ({"state_dict": {}}, "save the state dict"),
-        ({"quantize": object()}, "--quant_options"),
-    ):
-        with pytest.raises(Trouble, match=sentence):
-            ModelConfig(path="x", **word)
-    with pytest.raises(Trouble, match="--quant_options"):
-        QuantizeConfig(method="torchao_int8_w8a16", exclude_modules=["img_in"])
+def test_a_computing_dtype_of_8_bits_names_the_switch(tiny_qwen):
     with pytest.raises(Trouble, match=r"fp8_products=True"):
         load(tiny_qwen, states={"computation_dtype": "float8_e4m3fn"})
 

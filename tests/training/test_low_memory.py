@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file
 
+from backend.catalog.quantization.methods import METHODS
 from backend.training.model import activation_checkpointing
 
 pytestmark = pytest.mark.torch
@@ -191,14 +192,15 @@ QUANTIZED = (
     "bitsandbytes_int8",
     "torchao_int8_w8a16",
     "torchao_fp8_w8a16",
+    "comfy_kitchen_int8_w8a8",
+    "comfy_kitchen_fp8_w8a8",
 )
 
 
 @pytest.mark.parametrize("method", QUANTIZED)
 def test_a_quantized_base_teaches_nearly_what_the_full_one_does(run_training, events, tmp_path: Path, method: str):
-    package = method.partition("_")[0]
-    if package != "int8":
-        pytest.importorskip(package)
+    if METHODS[method].package:
+        pytest.importorskip(METHODS[method].package)
     assert run_training(tmp_path / "plain", *BASE) == 0
     flags = ("--quant_options", f"dit:{method}/img_mod.1,proj_out;text_encoder:{method}", "--no-data_cache")
     assert run_training(tmp_path / "rounded", *BASE, *flags, "--save_steps", 2) == 0
@@ -223,13 +225,13 @@ def test_a_quantized_base_teaches_nearly_what_the_full_one_does(run_training, ev
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs the kernel's account of pages")
 def test_of_a_quantized_base_the_file_is_not_resident_as_well():
+    from backend.engine.quantization.config import QuantizeConfig
     from backend.schema.training.config import ModelSection
     from backend.training.model.base_model import find_base, load_parts
-    from backend.training.model.quantization import Quantized
 
     base, cpu = find_base(ModelSection()), torch.device("cpu")
     spec = base.spec.parts["dit"]
-    asked = {"trained": (), "dtype": torch.bfloat16, "device": cpu, "quantized": {"dit": Quantized("int8")}}
+    asked = {"trained": (), "dtype": torch.bfloat16, "device": cpu, "quantized": {"dit": QuantizeConfig("int8")}}
     before = resident(spec.files[0])
     module = load_parts(base, ["dit"], **asked)["dit"]
     held = sum(tensor.nbytes for tensor in [*module.parameters(), *module.buffers()])
@@ -303,6 +305,6 @@ def test_methods_say_what_they_lack(tiny_qwen: Path, monkeypatch):
     parts = {"dit": replace(spec.parts["dit"], tensors=split)}
     text = f'["{shards[0]}", "{shards[1]}"]:int8/to_q,to_k'
     found = read_options(text, parts)
-    assert (found["dit"].method, found["dit"].excluded) == ("int8", ("to_q", "to_k"))
+    assert (found["dit"].method, found["dit"].exclude_modules) == ("int8", ["to_q", "to_k"])
     for shard in shards:
         shard.unlink()

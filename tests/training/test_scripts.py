@@ -212,7 +212,7 @@ def test_a_local_path_stands_among_ids(typed, folder: Path):
         (["--extra_inputs", "controlnet_image"], "controlnet_image"),
         (["--extra_inputs", "layer_input_image"], "layer_input_image"),
         (["--extra_inputs", "eligen_entity_masks"], "eligen_entity_masks"),
-        (["--quant_options", "dit:comfy_kitchen_fp8_w8a8"], "torchao_fp8_w8a8 multiplies in the same numbers"),
+        (["--quant_options", "dit:comfy_kitchen_int4_w4a4"], "no quantization method 'comfy_kitchen_int4_w4a4'"),
     ],
 )
 def test_what_is_not_trained_here_is_one_sentence(

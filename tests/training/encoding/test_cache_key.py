@@ -12,12 +12,12 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file, save_file
 
+from backend.engine.quantization.config import QuantizeConfig
 from backend.schema.training.config import ModelSection
 from backend.training.encoding.cache_key import content_digests, encoder_key, folder_digest
 from backend.training.encoding.encoding_cache import key_of
 from backend.training.model.base_model import find_base
 from backend.training.model.frozen_weights import Kept
-from backend.training.model.quantization import Quantized
 
 pytestmark = pytest.mark.torch
 
@@ -86,8 +86,8 @@ def test_every_ingredient_changes_the_key(data, tiny_qwen: Path, tmp_path: Path,
     known["another dtype"] = key(model, dtype=torch.float32)
     known["another kind of device"] = key(model, device=torch.device("cuda"))
     known["FP8"] = key(model, kept=kept(onload_dtype="float8_e4m3fn"))
-    known["int8"] = key(model, quantized=Quantized("int8"))
-    known["int8, a layer left out"] = key(model, quantized=Quantized("int8", ("q_proj",)))
+    known["int8"] = key(model, quantized=QuantizeConfig("int8"))
+    known["int8, a layer left out"] = key(model, quantized=QuantizeConfig("int8", exclude_modules=["q_proj"]))
     known["a LoRA"] = key(model, adapter=adapter)
     adapter.write_bytes(b"two")
     known["another LoRA of that name"] = key(model, adapter=adapter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 
 import pytest
 
@@ -13,13 +14,15 @@ from PIL import Image
 from backend.engine.loading import disk_reader, tensor_source
 from backend.engine.offload import placement
 from backend.engine.pipeline import image_tensors
+from backend.engine.quantization.config import QuantizeConfig
+from backend.engine.quantization.int8 import INT8
+from backend.engine.quantization.methods import BACKENDS
+from backend.engine.quantization.quantized_part import quantize_loaded
 from backend.schema.memory_plan import VramConfig
 from backend.schema.messages import Trouble
 from backend.training import setup
 from backend.training.checkpoint import state
 from backend.training.encoding import encoding_cache
-from backend.training.model import quantization
-from backend.training.model.quantization import Quantized
 from tests.engine.conftest import small, write_part  # noqa: F401
 from tests.engine.small import inputs
 
@@ -43,12 +46,16 @@ def test_a_layer_that_did_not_fit_says_nothing_of_the_method(small, monkeypatch,
     part, _ = small()
     from tests.engine.small import Small
 
-    monkeypatch.setitem(quantization.METHODS, "boom", raising(error))
+    def load():
+        maps = {at.file: None for at in part.tensors.values()}
+        quantize_loaded(Small(2), QuantizeConfig("int8"), part=part, maps=maps, device=torch.device("cpu"))
+
+    monkeypatch.setitem(BACKENDS, "int8", replace(INT8, quantize=raising(error)))
     with pytest.raises(type(error)):
-        quantization.quantize(Small(2), Quantized("boom"), part=part, maps={}, device=torch.device("cpu"))
-    monkeypatch.setitem(quantization.METHODS, "boom", raising(RuntimeError("no kernel image")))
+        load()
+    monkeypatch.setitem(BACKENDS, "int8", replace(INT8, quantize=raising(RuntimeError("no kernel image"))))
     with pytest.raises(Trouble, match="does not work here"):
-        quantization.quantize(Small(2), Quantized("boom"), part=part, maps={}, device=torch.device("cpu"))
+        load()
 
 
 @pytest.mark.parametrize("error", RAN_OUT, ids=lambda error: type(error).__name__)
