@@ -84,10 +84,10 @@ class ImagePipeline:
             if config is not None:
                 check_one(config, setting)
         if tokenizer_config is not None:
-            spec = replace(spec, tokenizer=tokenizer_config.folder())
+            spec = replace(spec, tokenizers=spec.tokenizers | {"tokenizer": tokenizer_config.folder()})
         if processor_config is not None:
             folder = processor_config.folder()
-            spec = replace(spec, processor=folder, tokenizer=spec.tokenizer or folder)
+            spec = replace(spec, processor=folder, tokenizers={"tokenizer": folder} | spec.tokenizers)
         with arguments.shortage_in_words("loading", device):
             pipeline = Pipeline(
                 spec,

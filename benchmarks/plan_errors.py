@@ -101,7 +101,7 @@ def made(kind: str, package: str, config: dict, phase: str):
             module.enable_gradient_checkpointing()
         return module, forward_calls.train_step(module, POINT, torch.float32), True
     call = {
-        "denoise": forward_calls.velocity,
+        "denoise": forward_calls.predict,
         "text": forward_calls.encode_text,
         "decode": forward_calls.decode,
         "encode": forward_calls.encode_image,

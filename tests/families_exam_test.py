@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
 
-from backend.catalog.family import Defaults, LoraTargets, Part, SizeRule
+from backend.catalog.family import Defaults, DrawSettings, LoraTargets, Part, SizeRule, settings_of
 from backend.catalog.models.identify import identify_model
 from backend.catalog.models.match_parts import find_parts
 from backend.catalog.spec import TensorAt
@@ -23,17 +24,6 @@ from backend.schema.settings import from_values
 
 pytestmark = pytest.mark.torch
 
-QUESTIONS = (
-    "load_tokenizer",
-    "encode_text",
-    "collate",
-    "predict",
-    "guide",
-    "latent_shape",
-    "sigmas",
-    "encode_image",
-    "decode",
-)
 MAKERS = {
     "qwen_image": "make_qwen_image"
 }  # in tests/tiny_models.py: whoever adds a family that draws adds how to make a tiny one
@@ -59,7 +49,7 @@ TRUE_SIZES = {
     },
 }
 CPU = Card("cpu", "CPU", 2**34, 2**33, ram_total_bytes=2**34, ram_free_bytes=2**33, dtypes=("float32", "float8_e4m3fn"))
-DRAWING = [family for family in FAMILIES if hasattr(family, "predict")]
+DRAWING = [family for family in FAMILIES if family.DRAWS]
 each = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.NAME)
 each_that_draws = pytest.mark.parametrize("family", DRAWING, ids=lambda family: family.NAME)
 
@@ -85,7 +75,7 @@ def test_it_answers_the_questions(family):
     assert (
         isinstance(family.DEFAULTS, Defaults)
         and isinstance(family.SIZES, SizeRule)
-        and isinstance(family.SCHEDULER, dict)
+        and isinstance(family.SCHEDULER, Mapping)
     )
     from_values(GenerationRequest, family.DEFAULTS.request)  # every name known, every value in range
     for name, part in family.PARTS.items():
@@ -93,10 +83,7 @@ def test_it_answers_the_questions(family):
         assert any(signature.part == name for signature in family.SIGNATURES), f"{name} cannot be recognised"
     assert {signature.part for signature in family.SIGNATURES} <= set(family.PARTS)
     assert {dialect.part for dialect in family.NAME_MAPS} <= set(family.PARTS)
-    if hasattr(family, "BLOCK_STREAMS"):
-        assert family.BLOCK_STREAMS[0] in family.PARTS["dit"].blocks
-    if hasattr(family, "predict"):
-        assert all(callable(getattr(family, question)) for question in QUESTIONS) and family.MAX_TOKENS > 0
+    assert {said.name for said in family.CACHED_BLOCKS} <= set(family.PARTS["dit"].blocks)
 
 
 @each
@@ -225,11 +212,12 @@ def test_a_lora_that_matches_nothing_is_an_error_and_changes_nothing(family, tin
 def test_predict_is_differentiable_and_takes_pictures_side_by_side(family, tiny):
     pipeline = open_model(tiny(family))
     dit = pipeline.parts["dit"].requires_grad_(True)
-    shape = family.latent_shape(64, 48)
+    settings = settings_of(pipeline.spec, width=64, height=48)
+    shape = family.latent_shape(settings)
     x = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0), requires_grad=True)
     sigma = torch.tensor([0.3, 0.8])
     encodings = [pipeline.encode_prompt(prompt) for prompt in ("a cat", "a very small dog on a red ground")]
-    velocity = family.predict(pipeline.parts, x, sigma, family.collate(encodings))
+    velocity = family.predict(pipeline.parts, x, sigma, family.collate(encodings, settings))
     assert velocity.shape == x.shape
     velocity.square().mean().backward()
     assert x.grad.abs().sum() > 0
@@ -237,7 +225,7 @@ def test_predict_is_differentiable_and_takes_pictures_side_by_side(family, tiny)
     assert len(without) < 0.2 * len(list(dit.parameters())), without
     for index, encoding in enumerate(encodings):
         alone = family.predict(
-            pipeline.parts, x[index : index + 1], sigma[index : index + 1], family.collate([encoding])
+            pipeline.parts, x[index : index + 1], sigma[index : index + 1], family.collate([encoding], settings)
         )
         torch.testing.assert_close(alone, velocity[index : index + 1], rtol=1e-4, atol=1e-4)
 
@@ -246,6 +234,6 @@ def test_predict_is_differentiable_and_takes_pictures_side_by_side(family, tiny)
 @pytest.mark.parametrize("steps", [1, 2, 7, 50])
 def test_schedules_go_from_noise_to_nothing(family, steps):
     for scheduler in (family.SCHEDULER, {**family.SCHEDULER, "use_dynamic_shifting": False, "shift_terminal": None}):
-        sigmas = family.sigmas(scheduler, steps, width=512, height=256)
+        sigmas = family.sigmas(DrawSettings(512, 256, scheduler=scheduler), steps)
         assert len(sigmas) == steps + 1 and sigmas[0] == 1 and sigmas[-1] == 0
         assert torch.isfinite(sigmas).all() and bool((sigmas.diff() < 0).all())

@@ -78,9 +78,14 @@ class ModelSpec:
     path: Path | None = None
     missing: tuple[str, ...] = ()  # parts needed to make pictures that were not found
     evidence: tuple[str, ...] = ()
-    tokenizer: Path | None = None
+    tokenizers: dict[str, Path] = field(default_factory=dict)  # name among the parts ("tokenizer_2") -> folder
     processor: Path | None = None  # of variants that look at pictures
     scheduler: dict = field(default_factory=dict)  # scheduler_config.json, or the family's default
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The folder of the one that is called so."""
+        return self.tokenizers.get("tokenizer")
 
     @property
     def nbytes(self) -> int:

@@ -40,8 +40,7 @@ def maps_of(family: ModuleType | None, part: str, modules: Iterable[str]) -> tup
     """The dialects in which others spell `part` of `family`; a family may derive some from the module list itself."""
     if family is None:
         return ()
-    derived = getattr(family, "derived_maps", None)
-    maps = [*(derived(part, tuple(modules)) if derived else ()), *family.NAME_MAPS]
+    maps = [*family.derived_maps(part, tuple(modules)), *family.NAME_MAPS]
     return tuple(found for found in maps if found.part == part)
 
 

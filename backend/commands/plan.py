@@ -79,7 +79,7 @@ def show(said: argparse.Namespace) -> None:
     sizes = sizes_of(_model(said.model), folder=traced if traced.is_dir() else None)
     job = _job(said, size, sizes)
     known = _known(job, sizes)
-    can = hasattr(families.by_name(sizes.family), "predict")
+    can = families.by_name(sizes.family).DRAWS
     if said.train is not None and not can:
         print(f"{sizes.title} cannot be trained here; this is what it would take.", file=sys.stderr)
     lossy = not said.exact

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from types import ModuleType
 
+from backend.catalog.family import Family
 from backend.catalog.models.capabilities import edits
 from backend.catalog.models.supported import check_trains
 from backend.catalog.spec import ModelSpec
@@ -16,28 +16,28 @@ EDIT = "edit_image"  # the column of pictures that a sample is edited from
 DISTILL = ("seed", "rand_device", "num_inference_steps", "cfg_scale")
 
 
-def check_flags(config, family: ModuleType, spec: ModelSpec) -> None:
+def check_flags(config, family: Family, spec: ModelSpec) -> None:
     """Raises Trouble for a flag whose meaning the model or the task has not, so that none is without effect."""
     title, frames, editing = spec.title, config.dataset.num_frames, edits(spec, family)
     check_trains(family, title=title)
-    if frames is not None and frames > 1 and not hasattr(family, "encode_video"):
+    if frames is not None and frames > 1 and family.sizes(spec.variant).frame_compression == 1:
         raise Trouble(
             "bad_value",
             f"{title} makes single pictures, so there are no {frames} frames to train (--num_frames).",
             hint="Leave --num_frames out.",
         )
     if not editing:
-        _check_no_edits(config, spec)
+        _check_no_edits(config, spec, family)
     elif config.prior.regularisation_path:
         raise Trouble(
             "bad_value",
             f"The pictures of a plain folder (--regularisation_path) are edited from nothing, and {title} edits.",
             hint="Let the untouched model edit the dataset's with --prior_pictures.",
         )
-    if config.model.zero_cond_t and "dit" in spec.parts and spec.variant != "edit-2511":
+    if config.model.zero_cond_t and "dit" in spec.parts and not spec.parts["dit"].config.get("zero_cond_t"):
         raise Trouble(
             "bad_value",
-            f"{title} does not take pictures to edit as free of noise (--zero_cond_t); Qwen-Image-Edit-2511 does.",
+            f"{title} does not take pictures to edit as free of noise (--zero_cond_t).",
             hint="Leave --zero_cond_t out: what a model needs is read from its files.",
         )
     devices, processes = config.training.devices, int(os.environ.get("WORLD_SIZE", "1"))
@@ -54,7 +54,7 @@ def check_flags(config, family: ModuleType, spec: ModelSpec) -> None:
         _check_extra(name, config.training.task, title)
 
 
-def _check_no_edits(config, spec: ModelSpec) -> None:
+def _check_no_edits(config, spec: ModelSpec, family: Family) -> None:
     """Raises Trouble for what only a model that edits can take."""
     title = spec.title
     if EDIT in listed(config.dataset.extra_inputs) and "dit" not in spec.parts:
@@ -73,7 +73,7 @@ def _check_no_edits(config, spec: ModelSpec) -> None:
         raise Trouble(
             "bad_value",
             f"{title} makes pictures of text alone, so it cannot be trained to edit the pictures under {EDIT} (--extra_inputs).",
-            hint="Choose Qwen-Image-Edit or a later one (files are known for one by their name or their folder's), or leave --extra_inputs out.",
+            hint=f"{family.EDIT_HINT} Or leave --extra_inputs out.",
         )
     if config.samples.sample_edit_images.strip():
         raise Trouble(

@@ -10,19 +10,18 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 
+from backend.catalog.family import Family, SizeRule, TokenCount
 from backend.dataset.bucket_sampler import Batch, epoch_batches, kept_aside, size_of, steps_of_epoch
 from backend.dataset.captions import lines_of
 from backend.dataset.check_inputs import read_data
 from backend.dataset.dataset import Dataset, Item
 from backend.dataset.generated_prompts import EMPTY, prior_prompts
 from backend.dataset.reference_images import reference_sizes, sample_pictures, shown, whole
-from backend.families.qwen_image import reference_sizes as edited
 from backend.planner.costs import prompt_length
 from backend.planner.costs.model_sizes import ModelSizes
 from backend.schema.messages import Trouble
@@ -62,12 +61,12 @@ def dataset_changes() -> int:
     return _changes
 
 
-def look_ahead(config, sizes: ModelSizes, family: ModuleType | None, *, wait: float | None = None) -> Ahead:
+def look_ahead(config, sizes: ModelSizes, family: Family | None, *, wait: float | None = None) -> Ahead:
     """What a run of `config` with the model of `sizes` will do. `family`: the module of its family. `wait`: seconds to wait for a dataset
     that is being read; None: until it is."""
     if (
         family is None
-        or not hasattr(family, "SIZES")
+        or not family.DRAWS
         or not (config.dataset.dataset_base_path or config.dataset.dataset_metadata_path)
     ):
         return Ahead()
@@ -156,11 +155,11 @@ class _Largest:
 
     shape: tuple[tuple[int, int], ...]
     count: int
-    told: prompt_length.Told
+    told: TokenCount
     seen: int
 
 
-def known_of(config, data: Dataset, sizes: ModelSizes, family: ModuleType) -> dict:
+def known_of(config, data: Dataset, sizes: ModelSizes, family: Family) -> dict:
     """Fields of `Work` that `data` tells of a run of `config`."""
     training, samples = config.training, config.samples
     key = (
@@ -176,8 +175,9 @@ def known_of(config, data: Dataset, sizes: ModelSizes, family: ModuleType) -> di
     return dict(kept[2])
 
 
-def _facts(config, data: Dataset, sizes: ModelSizes, family: ModuleType) -> dict:
-    section, multiple = config.dataset, family.SIZES.multiple
+def _facts(config, data: Dataset, sizes: ModelSizes, family: Family) -> dict:
+    section, rule = config.dataset, family.sizes(sizes.variant)
+    multiple = rule.multiple
     edits = "reference_pixels" in sizes.defaults
     pixels = section.edit_pixels or sizes.defaults.get("reference_pixels", 0)
     shape_of = _shapes(config, multiple, family, pixels, edits=edits)
@@ -191,7 +191,7 @@ def _facts(config, data: Dataset, sizes: ModelSizes, family: ModuleType) -> dict
     tokenizer = tokenizer if tokenizer is not None and tokenizer.is_dir() else None
     seen_pixels = _seen_pixels(sizes, section.edit_pixels)
 
-    def told(prompts: Sequence[str], seen: Sequence[Sequence[int]] = ()) -> list[prompt_length.Told]:
+    def told(prompts: Sequence[str], seen: Sequence[Sequence[int]] = ()) -> list[TokenCount]:
         return prompt_length.told(sizes, prompts, seen=seen, tokenizer=tokenizer)
 
     def seen_of(item: Item) -> list[int]:
@@ -202,11 +202,11 @@ def _facts(config, data: Dataset, sizes: ModelSizes, family: ModuleType) -> dict
     captions = [caption for item in items for caption in item.captions]
     seen = [some for item in items for some in [seen_of(item) if edits else []] for _ in item.captions]
     each = told(captions, seen if edits else ())
-    largest = _largest(config, items, shapes, each, seen)
+    largest = _largest(config, items, shapes, each, seen, rule)
     dropped = told(["", " "]) if section.caption_dropout and not edits else []
     batches, samples = (
         _batches(config, items, shapes),
-        _samples(config, items, shapes, told, family, multiple, edits, pixels, seen_pixels),
+        _samples(config, items, shapes, told, family, rule, edits, pixels, seen_pixels),
     )
     processes = max(config.training.devices, 1)
     per_epoch = steps_of_epoch(batches, processes=processes, accumulation=config.training.gradient_accumulation_steps)
@@ -220,14 +220,13 @@ def _facts(config, data: Dataset, sizes: ModelSizes, family: ModuleType) -> dict
         "read_tokens": max(one.read for one in everything),
         "total_steps": config.training.max_steps or config.training.num_epochs * per_epoch,
         **samples,
-        **({} if not edits else _edited(references, largest, shapes)),
+        **({} if not edits else _edited(references, largest, shapes, rule)),
     }
 
 
-def _edited(references: list, largest: _Largest, shapes: list) -> dict:
-    cell = edited.REFERENCE_CELL
+def _edited(references: list, largest: _Largest, shapes: list, rule: SizeRule) -> dict:
     return {
-        "reference_tokens": sum((tall // cell) * (wide // cell) for tall, wide in references),
+        "reference_tokens": _tokens(references, rule),
         "reference_pixels": max((tall * wide for shape in shapes for tall, wide in shape[1:]), default=0),
         "seen_tokens": largest.seen,
     }
@@ -240,7 +239,7 @@ def _seen_pixels(sizes: ModelSizes, edit_pixels: int | None) -> int:
     return min(said["seen_pixels"], edit_pixels) if said["seen_pixels"] < said["reference_pixels"] else edit_pixels
 
 
-def _shapes(config, multiple: int, family: ModuleType, pixels: int, *, edits: bool):
+def _shapes(config, multiple: int, family: Family, pixels: int, *, edits: bool):
     """A function item -> what has to be the same in a batch; pictures of one size are looked at once."""
     section = config.dataset
 
@@ -283,7 +282,7 @@ def _with_drawn(config, items: list[Item], shapes: list, *, editing: bool) -> tu
     return [*items, *drawn], [*shapes, *forms]
 
 
-def _largest(config, items: list[Item], shapes: list, each: list[prompt_length.Told], seen: list) -> _Largest:
+def _largest(config, items: list[Item], shapes: list, each: list[TokenCount], seen: list, rule: SizeRule) -> _Largest:
     """Of the batches that train, the one with the most tokens."""
     repeat, found, place = config.dataset.dataset_repeat, {}, 0
     for item, shape in zip(items, shapes, strict=True):
@@ -291,7 +290,7 @@ def _largest(config, items: list[Item], shapes: list, each: list[prompt_length.T
         place += len(item.captions)
         if not item.weight:
             continue
-        count, longest, most = found.get(shape, (0, prompt_length.Told(0, 0), 0))
+        count, longest, most = found.get(shape, (0, TokenCount(0, 0), 0))
         best = prompt_length.longest([each[index] for index in of_item])
         most = max(most, *(sum(seen[index]) for index in of_item))
         found[shape] = (count + max(1, round(repeat * item.weight)), prompt_length.longest([longest, best]), most)
@@ -299,11 +298,12 @@ def _largest(config, items: list[Item], shapes: list, each: list[prompt_length.T
         _Largest(shape, min(config.training.batch_size, count), told, most)
         for shape, (count, told, most) in found.items()
     ]
-    return max(largest, key=lambda one: one.count * (_tokens(one.shape) + one.told.given))
+    return max(largest, key=lambda one: one.count * (_tokens(one.shape, rule) + one.told.given))
 
 
-def _tokens(shape: tuple[tuple[int, int], ...]) -> int:
-    return sum((height // edited.REFERENCE_CELL) * (width // edited.REFERENCE_CELL) for height, width in shape)
+def _tokens(shape: Iterable[tuple[int, int]], rule: SizeRule) -> int:
+    """Of pictures (height, width)."""
+    return sum(rule.tokens(width, height) for height, width in shape)
 
 
 def _batches(config, items: list[Item], shapes: list) -> int:
@@ -332,7 +332,9 @@ def _batches(config, items: list[Item], shapes: list) -> int:
     return sum(-int(-count // config.training.batch_size) for count in counts.values())
 
 
-def _samples(config, items, shapes, told, family, multiple: int, edits: bool, pixels: int, seen_pixels: int) -> dict:
+def _samples(
+    config, items, shapes, told, family: Family, rule: SizeRule, edits: bool, pixels: int, seen_pixels: int
+) -> dict:
     """Of the samples that are drawn between steps: their sizes, and what they are told."""
     section, prompts = config.samples, lines_of(config.samples.sample_prompts)
     if not prompts:
@@ -347,10 +349,10 @@ def _samples(config, items, shapes, told, family, multiple: int, edits: bool, pi
                 some, sizes[index] = shown(item, shape[0], zoom=config.dataset.crop_zoom), shape[0]
             else:
                 some, last = whole(named[index]), named[index][-1]
-                shape_of = _shapes(config, multiple, family, pixels, edits=False)
+                shape_of = _shapes(config, rule.multiple, family, pixels, edits=False)
                 sizes[index] = shape_of(Item(path=last.path, captions=(), width=last.width, height=last.height))[0]
-            seen[index] = [edited.seen_tokens([one.size], seen_pixels) for one in some]
-            references[index] = _tokens(reference_sizes(some, family, pixels=pixels))
+            seen[index] = [family.seen_tokens([one.size], seen_pixels) for one in some]
+            references[index] = _tokens(reference_sizes(some, family, pixels=pixels), rule)
     found = told([*prompts, *([EMPTY] * len(prompts))], [*seen, *seen] if edits else ())
     asked = [(section.sample_width or width, section.sample_height or height) for height, width in sizes]
     largest = max(range(len(prompts)), key=lambda index: asked[index][0] * asked[index][1])

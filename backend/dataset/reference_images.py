@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
+from backend.catalog.family import Family
+from backend.catalog.models.capabilities import check_count
 from backend.dataset.captions import lines_of
 from backend.dataset.crops import cut, largest, num_cuts
 from backend.dataset.dataset import Item, Picture, measure
@@ -65,15 +66,11 @@ def is_alike(picture: Picture, item: Item) -> bool:
     return abs(math.log(picture.width * item.height / (picture.height * item.width))) < ALIKE
 
 
-def check_counts(counts: Iterable[tuple[str, int]], *, variant: str, title: str) -> None:
+def check_counts(counts: Iterable[tuple[str, int]], family: Family, *, variant: str, title: str) -> None:
     """Raises Trouble for the first of (what, from how many pictures) that is edited from more than the model works from."""
-    for what, count in counts:
-        if count > 1 and variant == "edit":
-            raise Trouble(
-                "bad_value",
-                f"{what} is edited from {count} pictures, and {title} works from one.",
-                hint="Name one, or choose Qwen-Image-Edit-2509 or a later one.",
-            )
+    rule = family.EDITS.get(variant)
+    for what, count in counts if rule is not None else ():
+        check_count(f"{what} is edited from {count}", count, rule, title=title)
 
 
 def check_cuts(items: Iterable[Item], sizes: Iterable[tuple[int, int]], *, crops: int, zoom: float) -> None:
@@ -89,12 +86,12 @@ def check_cuts(items: Iterable[Item], sizes: Iterable[tuple[int, int]], *, crops
             )
 
 
-def reference_sizes(some: Iterable[Shown], family: ModuleType, *, pixels: int) -> tuple[tuple[int, int], ...]:
+def reference_sizes(some: Iterable[Shown], family: Family, *, pixels: int) -> tuple[tuple[int, int], ...]:
     """(height, width) at which the network is given each. Raises Trouble by the name of one that has no such size."""
     found = []
     for one in some:
         try:
-            width, height = family.size_within(one.size, pixels)
+            ((width, height),) = family.reference_sizes([one.size], pixels)
         except Trouble as trouble:
             raise Trouble(trouble.kind, f"{one.picture.path.name}: {trouble.message}", hint=trouble.hint) from None
         found.append((height, width))

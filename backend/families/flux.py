@@ -145,3 +145,53 @@ def config_from_shapes(part: str, shapes: dict[str, tuple[int, ...]]) -> dict:
 
 def _count(shapes: dict[str, tuple[int, ...]], beginning: str) -> int:
     return len({name[len(beginning) :].partition(".")[0] for name in shapes if name.startswith(beginning)})
+
+
+def predict(parts: dict, x, sigma, cond: dict, *, part: str = "dit", sigma_next=None):
+    """The velocity (noise - picture) at `x` (B, C, h, w) and `sigma` (B,). `cond`: "embeds" (B, L, 4096) of T5, "pooled" (B, 768) of CLIP and, of
+    models distilled with it, "guidance" (B,)."""
+    import torch
+
+    rows, columns = x.shape[-2] // 2, x.shape[-1] // 2
+    grid = torch.zeros(rows, columns, 3, device=x.device, dtype=x.dtype)
+    grid[..., 1] += torch.arange(rows, device=x.device)[:, None]
+    grid[..., 2] += torch.arange(columns, device=x.device)[None]
+    velocity = parts[part](
+        hidden_states=pack(x),
+        encoder_hidden_states=cond["embeds"],
+        pooled_projections=cond["pooled"],
+        timestep=(sigma * 1000).to(x.dtype) / 1000,  # in this order, so that it rounds as in diffusers
+        guidance=cond.get("guidance"),
+        img_ids=grid.reshape(-1, 3),
+        txt_ids=torch.zeros(cond["embeds"].shape[1], 3, device=x.device, dtype=x.dtype),
+        return_dict=False,
+    )[0]
+    return unpack(velocity, rows, columns)
+
+
+def pack(x):
+    """Latents (B, C, h, w) as tokens of 2 x 2 cells (B, h/2 * w/2, 4C)."""
+    batch, channels, height, width = x.shape
+    x = x.reshape(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
+    return x.reshape(batch, (height // 2) * (width // 2), channels * 4)
+
+
+def unpack(tokens, height: int, width: int):
+    """The inverse of `pack` for a grid of `height` x `width` tokens."""
+    batch, _, channels = tokens.shape
+    x = tokens.reshape(batch, height, width, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
+    return x.reshape(batch, channels // 4, height * 2, width * 2)
+
+
+def example_inputs(module, point, dtype):
+    """A point's tensors without numbers."""
+    import torch
+
+    batch, said = point["b"], module.config
+    cond = {
+        "embeds": torch.empty(batch, point["t"], said.joint_attention_dim, dtype=dtype),
+        "pooled": torch.empty(batch, said.pooled_projection_dim, dtype=dtype),
+    }
+    if said.guidance_embeds:
+        cond["guidance"] = torch.empty(batch, dtype=dtype)
+    return torch.empty(batch, said.in_channels // 4, point["h"], point["w"], dtype=dtype), torch.empty(batch), cond

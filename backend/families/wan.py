@@ -120,3 +120,23 @@ def config_from_shapes(part: str, shapes: dict[str, tuple[int, ...]]) -> dict:
 
 def _count(shapes: dict[str, tuple[int, ...]], beginning: str) -> int:
     return len({name[len(beginning) :].partition(".")[0] for name in shapes if name.startswith(beginning)})
+
+
+def predict(parts: dict, x, sigma, cond: dict, *, part: str = "dit", sigma_next=None):
+    """The velocity (noise - video) at `x` (B, C, F, h, w) and `sigma` (B,). `cond`: "embeds" (B, L, D), and of models that begin from a
+    picture "image" (B, 257, 1280)."""
+    return parts[part](
+        x, sigma * 1000, cond["embeds"], encoder_hidden_states_image=cond.get("image"), return_dict=False
+    )[0]
+
+
+def example_inputs(module, point, dtype):
+    """A point's tensors without numbers."""
+    import torch
+
+    batch, said = point["b"], module.config
+    cond = {"embeds": torch.empty(batch, 512, said.text_dim, dtype=dtype)}
+    if said.image_dim:
+        cond["image"] = torch.empty(batch, 257, said.image_dim, dtype=dtype)
+    x = torch.empty(batch, said.in_channels, point["f"], point["h"], point["w"], dtype=dtype)
+    return x, torch.empty(batch), cond

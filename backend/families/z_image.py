@@ -88,3 +88,26 @@ def config_from_shapes(part: str, shapes: dict[str, tuple[int, ...]]) -> dict:
 
 def _count(shapes: dict[str, tuple[int, ...]], beginning: str) -> int:
     return len({name[len(beginning) :].partition(".")[0] for name in shapes if name.startswith(beginning)})
+
+
+def predict(parts: dict, x, sigma, cond: dict, *, part: str = "dit", sigma_next=None):
+    """The velocity (noise - picture) at `x` (B, C, h, w) and `sigma` (B,). `cond`: "embeds", a list of (L_i, D). The network counts time from noise
+    to picture and gives the negative."""
+    import torch
+
+    pictures = list(x.unsqueeze(2).unbind(0))
+    found = parts[part](pictures, 1 - sigma, cond["embeds"], return_dict=False)[0]
+    return -torch.stack(found).squeeze(2)
+
+
+def example_inputs(module, point, dtype):
+    """A point's tensors without numbers."""
+    import torch
+
+    batch, said = point["b"], module.config
+    cond = {"embeds": [torch.empty(point["t"], said.cap_feat_dim, dtype=dtype) for _ in range(batch)]}
+    return (
+        torch.empty(batch, said.in_channels, point["h"], point["w"], dtype=dtype),
+        torch.empty(batch, dtype=dtype),
+        cond,
+    )

@@ -1,5 +1,5 @@
 """Pictures as files: orientation and alpha on reading, the settings chunk of a PNG.
 
-Read: orientation, png_metadata.
-Public: orientation, png_metadata.
+Read: orientation, picture_sizes, png_metadata.
+Public: orientation, picture_sizes, png_metadata.
 """

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from backend.catalog.hub.part_entries import Files, means
 from backend.catalog.quantization.methods import is_quantized
-from backend.families.qwen_image import reference_sizes
+from backend.families import by_name
+from backend.images.picture_sizes import sizes_of_files
 from backend.planner.costs import prompt_length as words
 from backend.planner.costs.layout import FP8, TRAINING_RUNGS, Layout, PartLayout, Update, Work
 from backend.planner.costs.model_sizes import ModelSizes, PartSizes, published
@@ -34,7 +35,7 @@ def work_of_request(request: GenerationRequest, sizes: ModelSizes, *, computing:
     """What drawing `request` asks of the model."""
     said = sizes.defaults
     guided = request.guidance > 1 and said.get("guidance", True)
-    pictures = (reference_sizes.sizes_of_files(request.edit_images) or ((1, 1),)) if "reference_pixels" in said else ()
+    pictures = (sizes_of_files(request.edit_images) or ((1, 1),)) if "reference_pixels" in said else ()
     prompts = [request.prompt, *([request.negative_prompt] if guided else [])]
     seen = [words.seen_each(sizes, pictures)] * len(prompts) if pictures else ()
     told = words.longest(words.told(sizes, prompts, seen=seen))
@@ -53,19 +54,20 @@ def work_of_request(request: GenerationRequest, sizes: ModelSizes, *, computing:
         step_cache=request.step_cache > 0,
         compiled=request.compile,
         fp8_products=request.fp8_products,
-        **{**_of_edited(said, pictures, 0), "text_tokens": told.given, "read_tokens": told.read},
+        **{**_of_edited(sizes, said, pictures, 0), "text_tokens": told.given, "read_tokens": told.read},
     )
 
 
-def _of_edited(said: dict, pictures: tuple, words: int) -> dict:
+def _of_edited(sizes: ModelSizes, said: dict, pictures: tuple, words: int) -> dict:
     """Fields of `Work` that pictures of these sizes ask for where the model edits; one square picture stands for none."""
     if "reference_pixels" not in said:
         return {}
     pictures, pixels = pictures or ((1, 1),), said["reference_pixels"]
-    seen = reference_sizes.seen_tokens(pictures, said["seen_pixels"])
+    family = by_name(sizes.family)
+    seen = family.seen_tokens(pictures, said["seen_pixels"])
     return {
-        "reference_pixels": max(width * height for width, height in reference_sizes.references(pictures, pixels)),
-        "reference_tokens": reference_sizes.reference_tokens(pictures, pixels),
+        "reference_pixels": max(width * height for width, height in family.reference_sizes(pictures, pixels)),
+        "reference_tokens": family.reference_tokens(pictures, pixels),
         "seen_tokens": seen,
         "text_tokens": words + seen,
     }
@@ -91,7 +93,7 @@ def work_of_defaults(sizes: ModelSizes, **changes) -> Work:
         "text_tokens": said.get("text_tokens", 128),
         "reference_pictures": said.get("reference_pictures", 0) + said.get("layers", 0),
     }
-    return Work(**{**values, **_of_edited(said, (), values["text_tokens"]), **changes})
+    return Work(**{**values, **_of_edited(sizes, said, (), values["text_tokens"]), **changes})
 
 
 def work_of_training(config, sizes: ModelSizes) -> tuple[Work, Layout]:
@@ -115,7 +117,10 @@ def work_of_training(config, sizes: ModelSizes) -> tuple[Work, Layout]:
         frames=1,
         steps=values["sample_inference_steps"],
         guidance=values["sample_guidance"] > 1,
-        **{"text_tokens": words, **_of_edited(_brought_to(sizes.defaults, values.get("edit_pixels")), (), words)},
+        **{
+            "text_tokens": words,
+            **_of_edited(sizes, _brought_to(sizes.defaults, values.get("edit_pixels")), (), words),
+        },
         computing=computing,
         targets=targets,
         trained=full or (base,),

@@ -17,14 +17,20 @@ from backend.dataset.extra_inputs import check_flags, check_steps
 from backend.engine.lora.adapters import Adapters
 from backend.engine.offload import placement
 from backend.engine.quantization.config import QuantizeConfig
-from backend.families.qwen_image.cpu_attention import plain_on_cpu
 from backend.planner.check_training import check_training, lora_part, trained_parts
 from backend.planner.costs.model_sizes import sizes_of
 from backend.schema.messages import Trouble
 from backend.training.checkpoint.reporter import Reporter
 from backend.training.encoding import encoded_dataset
 from backend.training.encoding.cache_key import encoder_key, folder_digest
-from backend.training.encoding.conditioning import add_samples, fill_told, is_editing, processor_of, told_to_draw
+from backend.training.encoding.conditioning import (
+    add_samples,
+    encoders_of,
+    fill_told,
+    is_editing,
+    processor_of,
+    told_to_draw,
+)
 from backend.training.encoding.distributed_encoding import Wishes
 from backend.training.encoding.encoding_cache import key_of
 from backend.training.encoding.prepare import free_memory, prepare_source, split_off
@@ -34,8 +40,8 @@ from backend.training.model.base_model import DTYPES, Base, find_base, load_part
 from backend.training.model.frozen_weights import Kept, keeping, without_effect
 from backend.training.model.peft_adapters import Adapter, add_adapter, load_file_adapter
 from backend.training.model.quantization import read_options
-from backend.training.model.tokenizers import processor_folder, tokenizer_folder
-from backend.training.model.training_module import Learner, named_trainable
+from backend.training.model.tokenizers import processor_folder, tokenizer_folders
+from backend.training.model.training_module import Learner, may_use_cpu_attention, named_trainable
 from backend.training.optim.cpu_offload import Beside
 from backend.training.optim.optimizers import Mean, check_optimizer, make_optimizers
 from backend.training.run.check_weights import rehearse
@@ -54,10 +60,9 @@ class Loader:
     dtype: torch.dtype
     device: torch.device
     through_ram: bool
-    tokenizer: object
-    tokenizer_digest: str = ""
+    readers: dict[str, object]  # tokenizers by their names and, of a model that works from pictures, "processor"
+    tokenizer_digests: tuple[str, ...] = ()
     preset: tuple[str, Path] | None = None  # a LoRA that is merged into the base, and into which part
-    processor: object = None  # of a model that edits
     processor_digest: str = ""
     parts: dict[str, torch.nn.Module] = field(default_factory=dict)
     _made_by: dict[str, str] = field(default_factory=dict)
@@ -93,7 +98,7 @@ class Loader:
         for name in made.keys() & {self.encoder_preset} - set(self.quantized):
             self.merge_preset(name, made[name])
         self.parts |= made
-        return {**{name: self.parts[name] for name in names}, "tokenizer": self.tokenizer, "processor": self.processor}
+        return {**{name: self.parts[name] for name in names}, **self.readers}
 
     @property
     def encoder_preset(self) -> str | None:
@@ -106,7 +111,7 @@ class Loader:
         adapters.add(str(self.preset[1]), strength=1.0, hot=part in self.kept)
 
     def made_by(self, name: str) -> str:
-        """A hash of everything of the part `name` that what it makes depends on, with the tokenizer of a text encoder."""
+        """A hash of everything of the part `name` that what it makes depends on, with the tokenizers of a text encoder."""
         if name not in self._made_by:
             key = encoder_key(
                 self.base,
@@ -117,7 +122,8 @@ class Loader:
                 quantized=self.quantized.get(name),
                 adapter=self.preset[1] if name == self.encoder_preset else None,
             )
-            self._made_by[name] = key_of(key, self.tokenizer_digest) if name == "text_encoder" else key
+            reads = name in encoders_of(self.base)
+            self._made_by[name] = key_of(key, *self.tokenizer_digests) if reads else key
         return self._made_by[name]
 
     def drop_all_but(self, names: Iterable[str]) -> None:
@@ -191,9 +197,11 @@ def make_loader(config, accelerator, folder: Path) -> Loader:
     kept = keeping(config.model, config.memory, base.spec.parts, trained=trained, device=device, dtype=dtype)
     fsdp.check(config, kept=kept, quantized=quantized)
     split = config.memory.cpu_offload_split_threshold
-    looks, digest, words = None, "", tokenizer_folder(config.model, base)
+    words, digest = tokenizer_folders(config.model, base), ""
+    readers = {name: base.family.load_tokenizer(folder, name) for name, folder in words.items()}
     if is_editing(base):
-        looks, digest = processor_of(processor_folder(config.model, base), base, pixels=config.dataset.edit_pixels)
+        looks = processor_folder(config.model, base)
+        readers["processor"], digest = processor_of(looks, base, pixels=config.dataset.edit_pixels)
     return Loader(
         base=base,
         trained=trained,
@@ -203,10 +211,9 @@ def make_loader(config, accelerator, folder: Path) -> Loader:
         dtype=dtype,
         device=device,
         through_ram=config.model.initialize_model_on_cpu,
-        tokenizer=base.family.load_tokenizer(words),
-        tokenizer_digest=folder_digest(words),
+        readers=readers,
+        tokenizer_digests=tuple(map(folder_digest, words.values())),
         preset=_preset(config.lora),
-        processor=looks,
         processor_digest=digest,
     )
 
@@ -225,7 +232,8 @@ def make_source(
     reporter.phase("caching")
     if unused := without_effect(config.model, config.memory, load.base.spec.parts, device=load.device):
         reporter.note(unused)
-    trains_text = "text_encoder" in load.trained or lora_part(config) == "text_encoder"
+    encoders = encoders_of(load.base)
+    trains_text = bool({*load.trained, lora_part(config)} & set(encoders))
     wishes = _wishes(accelerator, reporter, load, trains_text=trains_text)
     if config.training.task.endswith(":train"):
         source = encoded_dataset.read(Path(config.dataset.dataset_base_path), load.base, config)
@@ -253,9 +261,7 @@ def make_source(
 
 def make_learner(config, load: Loader, source: Source) -> tuple[Learner, Adapter | None]:
     """The module that trains, with its adapter; encoders that are no longer needed are dropped first."""
-    needed = (
-        ["dit"] if source.texts is not None else ["dit", "text_encoder", *(["vision"] if source.references else [])]
-    )
+    needed = _needed(config, load, source)
     merging = load.preset[0] if load.preset and load.preset[0] == "dit" else None
     rounded = {merging} & set(load.quantized)  # a LoRA is merged into full weights, before they are rounded
     load.drop_all_but(set(needed) - set(load.trained) - rounded)
@@ -269,10 +275,10 @@ def make_learner(config, load: Loader, source: Source) -> tuple[Learner, Adapter
         for name, module in load(needed, to_train=True, before_rounding=merge if rounded else None).items()
         if name in needed
     }
-    plain_on_cpu(parts["dit"], tokens=max(map(source.pixels, range(len(source.items)))) // 256)
+    _use_cpu_attention(load.base, parts, source)
     if merging and not rounded:
         merge(merging, parts[merging])
-    learner = Learner(load.base.family, parts, tokenizer=load.tokenizer, processor=load.processor, dtype=load.dtype)
+    learner = Learner(load.base.family, parts, readers=load.readers, dtype=load.dtype)
     adapter = _make_trainable(learner, config, load.base, load.trained, lora_part(config))
     memory = config.memory
     if memory.use_gradient_checkpointing or memory.use_gradient_checkpointing_offload:
@@ -282,6 +288,22 @@ def make_learner(config, load: Loader, source: Source) -> tuple[Learner, Adapter
             turn_on(module, offload=memory.use_gradient_checkpointing_offload)
     torch.manual_seed(config.training.seed)
     return learner, adapter
+
+
+def _needed(config, load: Loader, source: Source) -> list[str]:
+    """The parts of a step: the network that trains, or that the gradient comes through, and text encoders where prompts are not encoded yet."""
+    networks = load.base.family.parts_of("denoise", load.base.spec.variant)
+    trains = [name for name in networks if name in (*load.trained, lora_part(config))]
+    encoders = [] if source.texts is not None else encoders_of(load.base, pictures=bool(source.references))
+    return [*(trains[:1] or networks[:1]), *encoders]
+
+
+def _use_cpu_attention(base: Base, parts: dict[str, torch.nn.Module], source: Source) -> bool:
+    """Gives the transformer the family's attention for CPUs where that pays: for short sequences; whether it did."""
+    family, tokens = base.family, max(map(source.pixels, range(len(source.items))))
+    tokens //= family.sizes(base.spec.variant).pixels_per_token
+    module = next(parts[name] for name in family.parts_of("denoise", base.spec.variant) if name in parts)
+    return may_use_cpu_attention(family, module, tokens=tokens) and family.use_cpu_attention(module)
 
 
 def _preset(lora) -> tuple[str, Path] | None:
@@ -322,7 +344,7 @@ def _make_trainable(learner: Learner, config, base: Base, trained: tuple[str, ..
     if part:
         from backend.engine.lora.low_memory_linear import computes_alone
 
-        learner.lean = computes_alone(learner.parts["dit"])
+        learner.lean = computes_alone(learner.parts[learner.part])
     for name, module in learner.parts.items():
         module.train(name in trained or name == part)
     return adapter

@@ -124,12 +124,11 @@ def edits(found: Sequence[ModelSpec | Trouble], value: str, studio: Studio) -> b
     for spec, module in _called(found, value, studio):
         return catalog_edits.edits(spec, module)
     try:
-        family = sizes_of(value.rsplit("/", 1)[-1]).family
+        sizes = sizes_of(value.rsplit("/", 1)[-1])
     except Trouble:
         return False
-    return "edit" in value.lower() and any(
-        getattr(module, "EDITING", ()) for module in studio.families if family == module.NAME
-    )
+    family, variant = sizes.family, sizes.variant
+    return any(variant in module.EDITS for module in studio.families if family == module.NAME)
 
 
 def check_edits(

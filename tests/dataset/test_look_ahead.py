@@ -50,15 +50,18 @@ def test_the_largest_batch_and_its_longest_caption_are_what_is_planned_for(tmp_p
     data = pictures(tmp_path / "data", (256, 128), (320, 320), (64, 64))
     (data / "2.txt").write_text("fox " * 40)  # of a small picture, which takes less with all its words
     known = look(data).known
-    told = prompt_template.told(SIZES.tokenizer, ["a fox 1"])[0]
+    told = prompt_template.count_tokens(SIZES.tokenizers, ["a fox 1"], variant="base")[0]
     assert (known["width"], known["height"], known["text_tokens"]) == (256, 256, told.given)
-    assert known["read_tokens"] == prompt_template.told(SIZES.tokenizer, [" ".join(["fox"] * 40)])[0].read
+    assert (
+        known["read_tokens"]
+        == prompt_template.count_tokens(SIZES.tokenizers, [" ".join(["fox"] * 40)], variant="base")[0].read
+    )
 
 
 def test_samples_have_sizes_and_words_of_their_own(tmp_path: Path):
     data = pictures(tmp_path / "data", (256, 128))
     known = look(data, sample_prompts="a red fox\napple", sample_width=512).known
-    told = prompt_template.told(SIZES.tokenizer, ["a red fox", "apple", " "])
+    told = prompt_template.count_tokens(SIZES.tokenizers, ["a red fox", "apple", " "], variant="base")
     assert known["sample_size"] == (512, 128) and known["sample_tokens"] == max(one.given for one in told)
 
 

@@ -4,7 +4,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from backend.families.qwen_image.cpu_attention import MAX_TOKENS, PlainAttention, plain_on_cpu
+from backend.families import qwen_image
+from backend.families.qwen_image.cpu_attention import MAX_TOKENS, use_cpu_attention
+from backend.training.model.training_module import may_use_cpu_attention
 
 pytestmark = pytest.mark.torch
 
@@ -45,7 +47,7 @@ def test_same_velocity_and_gradients_as_the_stock_processor(padded):
     stock.square().mean().backward()
     wanted = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
     model.zero_grad()
-    assert plain_on_cpu(model, tokens=12)
+    assert may_use_cpu_attention(qwen_image, model, tokens=12) and use_cpu_attention(model)
     plain = run(model, mask)
     plain.square().mean().backward()
     assert (stock - plain).abs().max() < 1e-5 * stock.abs().max()
@@ -56,5 +58,5 @@ def test_same_velocity_and_gradients_as_the_stock_processor(padded):
 
 def test_long_sequences_keep_the_stock_processor():
     model = transformer()
-    assert not plain_on_cpu(model, tokens=MAX_TOKENS + 1)
-    assert not any(isinstance(getattr(module, "processor", None), PlainAttention) for module in model.modules())
+    assert may_use_cpu_attention(qwen_image, model, tokens=MAX_TOKENS)
+    assert not may_use_cpu_attention(qwen_image, model, tokens=MAX_TOKENS + 1)

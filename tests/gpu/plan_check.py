@@ -27,7 +27,6 @@ from backend.engine.pipeline.pipeline import Pipeline
 from backend.engine.tracing import allocation_recorder, fit, forward_calls, live_tensors
 from backend.engine.worker.loaded_plan import Placing
 from backend.families import FAMILIES
-from backend.families.qwen_image import vision_example
 from backend.planner.costs.model_sizes import published
 from backend.planner.plan import plan
 from backend.schema.paths import ASSETS
@@ -35,6 +34,7 @@ from backend.schema.request import GenerationRequest
 
 GIB = 2**30
 BF16 = torch.bfloat16
+VISION = "Qwen2_5_VisionTransformerPretrainedModel"
 LIMIT = 0.05
 LIBRARIES_BYTES, LIBRARIES_BYTES_90 = (
     40 * 2**20,
@@ -46,7 +46,7 @@ CASES = (
     ("QwenImageTransformer2DModel", {"num_layers": 4}, {"h": 128, "w": 128, "t": 96}, "checkpointed"),
     ("QwenImageTransformer2DModel", {"num_layers": 4}, {"h": 128, "w": 128, "t": 96}, "kept"),
     ("QwenImageTransformer2DModel", {"num_layers": 4, "zero_cond_t": True}, {"h": 256, "w": 128, "t": 325}, "forward"),  # and a picture to edit
-    (vision_example.KIND, "qwen", {"t": 1369}, "see"),
+    (VISION, "qwen", {"t": 1369}, "see"),
     ("FluxTransformer2DModel", {"num_layers": 2, "num_single_layers": 4}, {"h": 128, "w": 128, "t": 512}, "forward"),
     ("FluxTransformer2DModel", {"num_layers": 2, "num_single_layers": 4}, {"h": 128, "w": 128, "t": 512}, "checkpointed"),
     ("FluxTransformer2DModel", {"num_layers": 2, "num_single_layers": 4}, {"h": 128, "w": 128, "t": 512}, "kept"),
@@ -76,7 +76,7 @@ def config_of(kind: str, config) -> dict:
 
 
 def prepared(kind: str, config: dict, what: str) -> torch.nn.Module:
-    package = "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl" if kind == vision_example.KIND else "diffusers"
+    package = "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl" if kind == VISION else "diffusers"
     module = forward_calls.build(f"{package}:{kind}", config, BF16)
     if what in ("checkpointed", "kept"):
         forward_calls.add_lora(module, published()["networks"][kind]["lora"]["attention"], 16, torch.float32)
@@ -88,9 +88,9 @@ def prepared(kind: str, config: dict, what: str) -> torch.nn.Module:
 
 def work_of(module: torch.nn.Module, point: dict, what: str):
     if what == "forward":
-        return lambda _: forward_calls.velocity(module, point, BF16)
+        return lambda _: forward_calls.predict(module, point, BF16)
     if what == "see":
-        return lambda _: vision_example.see(module, point, BF16)
+        return lambda _: forward_calls.encode_text(module, point, BF16)
     if what in ("decode", "encode_image"):
         return lambda _: getattr(forward_calls, what)(module, point, BF16)
     return forward_calls.train_step(module, point, BF16)

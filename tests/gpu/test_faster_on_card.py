@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from backend.catalog.family import DrawSettings
 from backend.engine.acceleration import compile_blocks, fp8_matmul
 from backend.engine.acceleration.first_block_cache import StepCache
 from backend.engine.devices import capabilities
@@ -58,7 +59,7 @@ def step(module, device, x=None):
     shape = (2, 16, side, side)
     x = torch.randn(shape, generator=numbers).to(device, torch.bfloat16) if x is None else x
     encodings = [{"embeds": torch.randn(length, 64, generator=numbers)} for length in (24, 9)]
-    cond = qwen_image.collate(encodings, device=device, dtype=torch.bfloat16)
+    cond = qwen_image.collate(encodings, DrawSettings(64, 64), device=device, dtype=torch.bfloat16)
     with torch.no_grad():
         return qwen_image.predict({"dit": module}, x, torch.tensor([0.7, 0.7], device=device), cond)
 

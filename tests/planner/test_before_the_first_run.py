@@ -23,6 +23,7 @@ from backend.schema.settings import from_values, to_values
 from backend.schema.training.config import TrainingConfig
 
 TOKENIZER = ASSETS / "starter" / "tokenizer"
+FOLDERS = {"tokenizer": TOKENIZER}
 
 
 def starter():
@@ -30,10 +31,10 @@ def starter():
 
 
 def test_a_prompt_is_counted_with_its_template_and_cut_where_the_encoder_cuts_it():
-    short, long = prompt_template.told(TOKENIZER, ["apple", "a small red fox " * 400])
+    short, long = prompt_template.count_tokens(FOLDERS, ["apple", "a small red fox " * 400], variant="base")
     assert short.read - short.given == prompt_template.PREFIX_TOKENS and 5 < short.given < 12
     assert long.given == prompt_template.MAX_TOKENS
-    [edited] = prompt_template.told(TOKENIZER, ["apple"], seen=[[100, 40]])
+    [edited] = prompt_template.count_tokens(FOLDERS, ["apple"], variant="edit-2509", seen=[[100, 40]])
     assert edited.given - edited.read == -prompt_template.EDIT_PREFIX_TOKENS and edited.given > 140 + short.given - 5
 
 

@@ -47,6 +47,7 @@ def by_hand(model: Path, folder: Path, places: list[int]) -> float:
     from backend.dataset.dataset import Item
     from backend.engine.loading.load import load_part
     from backend.families import FAMILIES, qwen_image
+    from backend.families.qwen_image.reference_geometry import size_within
     from backend.schema.training.config import LossSection
     from backend.training.model.flow_matching_loss import draw, training_levels
 
@@ -85,7 +86,7 @@ def by_hand(model: Path, folder: Path, places: list[int]) -> float:
             named = row["edit_image"] if isinstance(row["edit_image"], list) else [row["edit_image"]]
             edited = [Image.open(folder / name) for name in named]
             embeds = qwen_image.encode_text(parts, [row["prompt"]], pictures=[edited])[0]["embeds"][None]
-            sized = [one.resize(qwen_image.size_within(one.size, 64 * 64), Image.Resampling.LANCZOS) for one in edited]
+            sized = [one.resize(size_within(one.size, 64 * 64), Image.Resampling.LANCZOS) for one in edited]
             references = [latents(one) for one in sized]
             levels = training_levels(qwen_image.TRAINING_SCHEDULE)
             draws = draw(tuple(target.shape[1:]), (place,), LossSection(), seed=0, schedule=levels)
@@ -279,7 +280,7 @@ def test_a_picture_that_breaks_off_is_named_or_left_out_with_its_sample(
         ("text", ("--processor_path", "x"), "it has no processor of pictures"),
         ("edit", ("--dataset_metadata_path", "plain.json"), "does not say which picture it is edited from"),
         ("edit", ("--regularisation_path", "."), "edited from nothing, and Qwen-Image-Edit-2509 edits"),
-        ("edit", ("--zero_cond_t",), "Qwen-Image-Edit-2511 does"),
+        ("edit", ("--zero_cond_t",), "as free of noise"),
         (
             "edit",
             ("--crops", "3", "--crop_zoom", "2", "--max_pixels", "1024"),
@@ -297,7 +298,7 @@ def test_a_picture_that_breaks_off_is_named_or_left_out_with_its_sample(
         ),
         ("edit", ("--processor_path", "nowhere"), "The processor of Qwen-Image-Edit-2509 was not found (nowhere)"),
         ("edit", ("--num_frames", "5"), "there are no 5 frames to train"),
-        ("one", (), "c.png is edited from 2 pictures"),
+        ("one", (), "works from one picture, and c.png is edited from 2"),
     ],
 )
 def test_what_does_not_go_together(

@@ -228,4 +228,4 @@ if __name__ == "__main__":
 
 def _reads_prompts(name: str, families: Iterable[ModuleType]) -> bool:
     """Whether the family counts a prompt's tokens by the model's own tokenizer: that file is worth fetching beside the headers."""
-    return any(name == family.NAME and getattr(family, "COUNTS_TOKENS", False) for family in families)
+    return any(name == family.NAME and family.COUNTS_TOKENS for family in families)

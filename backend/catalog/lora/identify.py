@@ -186,7 +186,7 @@ def families_of(
         told = [name for name in module_names.families_of_encoders(texts) if name in names]
         candidates = dict.fromkeys(told, "has a text encoder with these modules")
     said = lora_facts.architecture(metadata)
-    meant = [family.NAME for family in families if said and any(word in said for word in getattr(family, "WORDS", ()))]
+    meant = [family.NAME for family in families if said and any(word in said for word in family.WORDS)]
     if len(candidates) > 1:
         narrowed = [name for name in meant if name in candidates]
         candidates = {name: candidates[name] for name in narrowed} or candidates
@@ -203,7 +203,7 @@ def _candidates(
     """(whether they are sure, (family, why) by signs of the modules alone): those that are sure, else those that are possible."""
     sure, possible = {}, {}
     for family in families:
-        for sign in getattr(family, "LORA_SIGNS", ()):
+        for sign in family.LORA_SIGNS:
             why = _shows(sign, widths)
             if why:
                 (sure if sign.sure else possible)[family.NAME] = why

@@ -188,9 +188,9 @@ def _assembled(
         path=path,
         missing=missing_of(parts, variant, family),
         evidence=tuple(notes),
-        tokenizer=model_folder.tokenizer_in(folder),
+        tokenizers=model_folder.tokenizers_in(folder, family),
         processor=model_folder.processor_in(folder),
-        scheduler=scheduler or dict(getattr(family, "SCHEDULER", {})),
+        scheduler=scheduler or dict(family.SCHEDULER),
     )
 
 
@@ -213,16 +213,15 @@ def _variant_of(chosen: dict[str, Found], family: ModuleType, path: Path | None)
     if "dit" not in chosen:
         return None, "", ""
     found = chosen["dit"]
-    tell = getattr(family, "tell_variant", None)
     root = path if path is not None and path.is_dir() else found.spec.files[0].parent.parent
     said = model_folder.read_object(root / "model_index.json").get("_class_name", "")
-    told = tell(found.signature.variant, str(said), found.spec.config, found.spec.files[0]) if tell else None
+    told = family.tell_variant(found.signature.variant, str(said), found.spec.config, found.spec.files[0])
     return told or (found.signature.variant, found.signature.title, "")
 
 
 def _as_variant(part: PartSpec, variant: str, family: ModuleType) -> PartSpec:
     """`part` with the settings of its class that `variant` has, and its tensors do not show."""
-    return replace(part, config={**part.config, **getattr(family, "VARIANT_CONFIG", {}).get(variant, {})})
+    return replace(part, config={**part.config, **family.VARIANT_CONFIG.get(variant, {})})
 
 
 def _family_of(found: list[Found]) -> ModuleType:

@@ -194,11 +194,8 @@ def _part_spec(
 
 def _complete(dialect: NameMap, weights: dict, family: ModuleType) -> NameMap:
     """`dialect` with the rules that depend on how many blocks there are before its own."""
-    derived = getattr(family, "derived_maps", None)
-    if derived is None:
-        return dialect
     modules = {name.rpartition(".")[0] for name in own_tensors(weights, dialect)}
-    rules = [rule for found in derived(dialect.part, tuple(modules)) for rule in found.rules]
+    rules = [rule for found in family.derived_maps(dialect.part, tuple(modules)) for rule in found.rules]
     return NameMap(dialect.dialect, dialect.part, (*rules, *dialect.rules))
 
 
@@ -246,10 +243,9 @@ def _config(family: ModuleType, part: Part, name: str, weights: dict[str, Tensor
         inner = said.get(part.config_key) if part.config_key else None
         chosen = inner if isinstance(inner, dict) else said
         return {key: value for key, value in chosen.items() if not key.startswith("_") and key != CONFIG}
-    from_shapes = getattr(family, "config_from_shapes", None)
     shapes = {key: at.shape for key, at in weights.items()}
     try:
-        derived = from_shapes(name, shapes) if from_shapes else {}
+        derived = family.config_from_shapes(name, shapes)
     except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
         where = next((at.file.name for at in weights.values()), "the file")
         raise Trouble(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
+from backend.catalog.family import Family
 from backend.catalog.spec import ModelSpec
 from backend.schema.messages import Trouble
 from backend.schema.untrusted import read_object_or_empty
@@ -14,7 +14,7 @@ from backend.schema.untrusted import read_object_or_empty
 TOKENIZERS = ("tokenizer", "processor")  # folders of a model, in which its tokenizer can lie
 
 
-def completed(spec: ModelSpec, family: ModuleType) -> ModelSpec:
+def completed(spec: ModelSpec, family: Family) -> ModelSpec:
     """`spec` with tokenizer and schedule from the folder its parts lie in, for parts that were given one by one."""
     root = root_of(spec, family)
     if root is None:
@@ -24,19 +24,26 @@ def completed(spec: ModelSpec, family: ModuleType) -> ModelSpec:
         spec,
         path=root,
         scheduler=schedule or spec.scheduler,
-        tokenizer=spec.tokenizer or tokenizer_in(root),
+        tokenizers=tokenizers_in(root, family) | spec.tokenizers,
         processor=spec.processor or processor_in(root),
     )
 
 
-def tokenizer_in(root: Path | None) -> Path | None:
-    """The tokenizer in a model's folder: its own, or the one that a processor is made of."""
+def tokenizers_in(root: Path | None, family: Family) -> dict[str, Path]:
+    """The family's tokenizers in a model's folder, by their names among the parts."""
+    found = {name: tokenizer_in(root, described.folder) for name, described in family.TOKENIZERS.items()}
+    return {name: folder for name, folder in found.items() if folder is not None}
+
+
+def tokenizer_in(root: Path | None, name: str = "tokenizer") -> Path | None:
+    """The tokenizer in the folder `name` of a model's folder; of the first also the one that a processor is made of."""
     if root is None:
         return None
-    if (root / "tokenizer").is_dir():
-        return root / "tokenizer"
+    if (root / name).is_dir():
+        return root / name
     words = ("tokenizer.json", "vocab.json")
-    return root / "processor" if any((root / "processor" / name).is_file() for name in words) else None
+    own = name == "tokenizer" and any((root / "processor" / word).is_file() for word in words)
+    return root / "processor" if own else None
 
 
 def processor_in(root: Path | None) -> Path | None:
@@ -51,7 +58,7 @@ def processor_settings(folder: Path) -> Path | None:
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
-def root_of(spec: ModelSpec, family: ModuleType) -> Path | None:
+def root_of(spec: ModelSpec, family: Family) -> Path | None:
     """The folder in the diffusers layout that holds the parts, the transformer's first; None where they lie otherwise."""
     if spec.path is not None and spec.path.is_dir():
         return spec.path
@@ -63,7 +70,7 @@ def root_of(spec: ModelSpec, family: ModuleType) -> Path | None:
 
 
 def request_defaults(
-    spec: ModelSpec, family: ModuleType, *, usual: Mapping[str, object] | None = None
+    spec: ModelSpec, family: Family, *, usual: Mapping[str, object] | None = None
 ) -> dict[str, object]:
     """Fields of `GenerationRequest` that this model wants by default: the family's, over them `usual`, and over both `_defaults` of its
     model_index.json."""
@@ -76,7 +83,7 @@ def request_defaults(
     return {**family.DEFAULTS.request, **(usual or {}), **known}
 
 
-def check_size(spec: ModelSpec, family: ModuleType, *, width: int, height: int) -> None:
+def check_size(spec: ModelSpec, family: Family, *, width: int, height: int) -> None:
     """Raises Trouble where the model's `_sizes` in its model_index.json, a list of [width, height], do not hold this one."""
     said = _said(spec, family, "_sizes")
     sizes = [size for size in said if isinstance(size, list) and len(size) == 2] if isinstance(said, list) else []
@@ -89,7 +96,7 @@ def check_size(spec: ModelSpec, family: ModuleType, *, width: int, height: int) 
         )
 
 
-def _said(spec: ModelSpec, family: ModuleType, key: str) -> object:
+def _said(spec: ModelSpec, family: Family, key: str) -> object:
     """What the model's model_index.json has under `key`; None where it says nothing."""
     root = root_of(spec, family)
     return read_object(root / "model_index.json").get(key) if root else None

@@ -18,8 +18,8 @@ from backend.schema.typed_fields import checked
 from backend.schema.untrusted import name_of, read_object_or_empty
 
 MOST_MEMORY_BYTES = 2**29
-VERSION = 5  # of what is remembered: raised when recognition changes
-PLACES = ("path", "tokenizer", "processor")  # fields of a ModelSpec that are paths
+VERSION = 6  # of what is remembered: raised when recognition changes
+PLACES = ("path", "processor")  # fields of a ModelSpec that are paths
 
 
 class Memory:
@@ -125,7 +125,8 @@ def _values(spec: LoraSpec | ModelSpec) -> dict:
     parts = {name: _part_values(part) for name, part in spec.parts.items()}
     plain = {one.name: getattr(spec, one.name) for one in fields(spec) if one.name != "parts"}
     places = {name: str(getattr(spec, name) or "") for name in PLACES}
-    return {**plain, "parts": parts, **places}
+    tokenizers = {name: str(folder) for name, folder in spec.tokenizers.items()}
+    return {**plain, "parts": parts, "tokenizers": tokenizers, **places}
 
 
 def lora_from_values(values: dict, path: Path) -> LoraSpec:
@@ -187,5 +188,6 @@ def model_from_values(values: dict, path: Path) -> ModelSpec:
     values = dict(values)
     parts = {name: _part_from_values(dict(part)) for name, part in values.pop("parts").items()}
     places = {name: Path(found) if (found := values.pop(name)) else None for name in PLACES}
+    tokenizers = {name: Path(folder) for name, folder in values.pop("tokenizers").items()}
     plain = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-    return checked(ModelSpec(parts=parts, **places, **plain))
+    return checked(ModelSpec(parts=parts, tokenizers=tokenizers, **places, **plain))

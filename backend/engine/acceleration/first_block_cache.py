@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
+from functools import partial
 
 import torch
 from torch import nn
 
+from backend.catalog.family import CachedBlocks, Family
 from backend.schema.messages import Trouble
 
 FEWEST_BLOCKS = 3  # with fewer there is hardly anything to skip
@@ -53,33 +54,38 @@ class Kept:
 
 
 class StepCache:
-    """For one picture of one network. `passes`: guidance computed in two passes keeps each half's numbers for itself."""
+    """For one picture of one network. Guidance computed in several passes keeps each one's numbers for itself."""
 
-    def __init__(self, family: ModuleType, module: nn.Module, threshold: float):
-        said = getattr(family, "BLOCK_STREAMS", None)
-        if said is None:
+    def __init__(self, family: Family, module: nn.Module, threshold: float):
+        if not family.CACHED_BLOCKS:
             raise Trouble("not_supported", f"Steps of {family.TITLE} cannot be cached.", hint="Set step_cache to 0.")
-        self.list_name, self.streams = said
         self.module, self.threshold = module, threshold
-        self.blocks = module.get_submodule(self.list_name)
-        if len(self.blocks) < FEWEST_BLOCKS:
+        self.lists = {said: module.get_submodule(said.name) for said in family.CACHED_BLOCKS}
+        if self.num_blocks < FEWEST_BLOCKS:
             raise Trouble(
                 "not_supported",
-                f"Step caching skips all blocks but the first, and this model has only {len(self.blocks)}.",
+                f"Step caching skips all blocks but the first, and this model has only {self.num_blocks}.",
                 hint="Set step_cache to 0.",
             )
         self.num_calls = self.num_skipped = 0
         self._kept: dict[str, Kept] = {}
 
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(blocks) for blocks in self.lists.values())
+
     @contextmanager
-    def step(self, name: str = "both") -> Iterator[None]:
+    def step(self, name: str = "together") -> Iterator[None]:
         """Within it the network, called once, may skip its blocks. `name` tells one pass of a step from another."""
+        call = _Call(self, self._kept.setdefault(name, Kept()))
         modules = self.module._modules
-        modules[self.list_name] = _Deciding(self, self._kept.setdefault(name, Kept()))
+        for said in self.lists:
+            modules[said.name] = _Deciding(call, said)
         try:
             yield
         finally:
-            modules[self.list_name] = self.blocks
+            for said, blocks in self.lists.items():
+                modules[said.name] = blocks
 
     @property
     def sentence(self) -> str:
@@ -92,47 +98,67 @@ class StepCache:
         )
 
 
-class _Deciding(nn.Module):
-    """Stands in for the list of blocks during one call."""
+class _Call:
+    """One call of the network: the first block of its first list runs, and then all others or none."""
 
     def __init__(self, cache: StepCache, kept: Kept):
+        self.cache, self.kept = cache, kept
+        self.skips = False
+        self.change: torch.Tensor | None = None
+        self.begun: tuple[torch.Tensor, ...] = ()
+
+    def blocks(self, said: CachedBlocks) -> Iterator:
+        lists = self.cache.lists
+        blocks = list(lists[said])
+        if said is next(iter(lists)):
+            yield from self._first(said, blocks.pop(0))
+        if self.skips:
+            return
+        if said is next(reversed(lists)):
+            yield from blocks[:-1]
+            yield partial(self._last, blocks[-1])
+        else:
+            yield from blocks
+
+    def _first(self, said: CachedBlocks, block: nn.Module) -> Iterator:
+        self.kept.call += 1
+        yield partial(self._begin, said, block)
+        self.cache.num_calls += 1
+        self.skips = _near(self.change, self.kept.change, self.cache.threshold)
+        if self.skips:
+            self.cache.num_skipped += 1
+            yield self._reuse
+
+    def _begin(self, said: CachedBlocks, block: nn.Module, *args, **kwargs):
+        output = block(*args, **kwargs)
+        picture = said.streams[-1]
+        self.begun = _streams(output)
+        self.change = self.begun[-1] - (args[picture] if isinstance(picture, int) else kwargs[picture])
+        return output
+
+    def _last(self, block: nn.Module, *args, **kwargs):
+        output = block(*args, **kwargs)
+        added = tuple(after - before for after, before in zip(_streams(output), self.begun, strict=True))
+        self.kept.renew(self.change, added)
+        return output
+
+    def _reuse(self, *args, **kwargs):
+        moved = tuple(before + added for before, added in zip(self.begun, self.kept.guess(), strict=True))
+        return moved if len(moved) > 1 else moved[0]
+
+
+class _Deciding(nn.Module):
+    """Stands in for a list of blocks during one call."""
+
+    def __init__(self, call: _Call, said: CachedBlocks):
         super().__init__()
-        self.__dict__["cache"], self.__dict__["kept"] = cache, kept  # not as children: names of modules stay theirs
+        self.__dict__["call"], self.__dict__["said"] = call, said  # not as children: names of modules stay theirs
 
     def __len__(self) -> int:
-        return len(self.cache.blocks)
+        return len(self.call.cache.lists[self.said])
 
     def __iter__(self) -> Iterator:
-        first, *middle, last = self.cache.blocks
-        cache, kept = self.cache, self.kept
-        change: torch.Tensor | None = None
-        begun: tuple[torch.Tensor, ...] = ()
-
-        def call_first(*args, **kwargs):
-            nonlocal change, begun
-            output = first(*args, **kwargs)
-            begun = _streams(output)
-            change = begun[-1] - kwargs[cache.streams[-1]]
-            return output
-
-        def call_last(*args, **kwargs):
-            output = last(*args, **kwargs)
-            kept.renew(change, tuple(after - before for after, before in zip(_streams(output), begun, strict=True)))
-            return output
-
-        def reuse(*args, **kwargs):
-            moved = tuple(before + added for before, added in zip(begun, kept.guess(), strict=True))
-            return moved if len(moved) > 1 else moved[0]
-
-        kept.call += 1
-        yield call_first
-        cache.num_calls += 1
-        if _near(change, kept.change, cache.threshold):
-            cache.num_skipped += 1
-            yield reuse
-        else:
-            yield from middle
-            yield call_last
+        return self.call.blocks(self.said)
 
 
 def _streams(output) -> tuple[torch.Tensor, ...]:

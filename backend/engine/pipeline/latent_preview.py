@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 
 import torch
 from PIL import Image
 
+from backend.catalog.family import DrawSettings, Family, Latents
 from backend.engine.devices import out_of_memory
 from backend.engine.pipeline.image_tensors import to_picture
 
@@ -34,7 +34,7 @@ class Preview:
     """Draws expected latents: by the VAE where the picture is small and the VAE stays on the device, else cell by cell with a
     linear map from latents to colours, which is learnt from what was decoded."""
 
-    def __init__(self, family: ModuleType, parts: dict, placements: dict, *, device: torch.device, dtype: torch.dtype):
+    def __init__(self, family: Family, parts: dict, placements: dict, *, device: torch.device, dtype: torch.dtype):
         self.family, self.parts, self.placements = family, parts, placements
         self.device, self.dtype = device, dtype
         self.weights: torch.Tensor | None = None  # (C + 1, 3)
@@ -42,14 +42,19 @@ class Preview:
     def _decodes(self, height: int, width: int) -> bool:
         return max(height, width) <= DECODED_CELLS and "vae" not in self.placements
 
-    def must_learn(self, width: int, height: int) -> bool:
-        """Whether a picture of that many pixels can have no preview yet."""
-        return self.weights is None and not self._decodes(*self.family.latent_shape(width, height)[1:])
+    def must_learn(self, settings: DrawSettings) -> bool:
+        """Whether what is drawn can have no preview yet."""
+        rows, columns = self.family.sizes(settings.variant).cells(settings.width, settings.height)
+        return self.weights is None and not self._decodes(rows, columns)
 
     @torch.no_grad()
-    def learn_from_noise(self) -> None:
-        """Fits the map to the decoding of smooth noise; needs the VAE. Every decoded picture betters it."""
-        channels = self.family.latent_shape(16, 16)[0]
+    def learn_from_noise(self, settings: DrawSettings) -> None:
+        """Fits the map to the decoding of smooth noise; needs the VAE. Every decoded picture betters it. Of video and of several streams it is
+        learnt from what was decoded alone."""
+        shape = self.family.latent_shape(settings)
+        if isinstance(shape, dict) or len(shape) != 3:
+            return
+        channels = shape[0]
         coarse = torch.randn((1, channels, 8, 8), generator=torch.Generator().manual_seed(0))
         smooth = torch.nn.functional.interpolate(coarse, scale_factor=4, mode="bicubic")
         smooth = (smooth / smooth.std()).to(self.device, self.dtype)
@@ -66,10 +71,11 @@ class Preview:
             self.weights = torch.linalg.lstsq(cells, colours, driver="gelsd").solution
 
     @torch.no_grad()
-    def draw(self, latents: torch.Tensor) -> Image.Image | None:
+    def draw(self, latents: Latents) -> Image.Image | None:
         """A picture of latents (1, C, h, w), None where the map is not known."""
+        whole, latents = latents, self.family.preview_latents(latents)
         height, width = latents.shape[-2:]
-        if self._decodes(height, width):
+        if whole is latents and self._decodes(height, width):
             return to_picture(self.family.decode(self.parts, latents.to(self.dtype))[0])
         if self.weights is None:
             return None

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from backend import families
+from backend.catalog.family import DrawSettings, Encoding, Latents, each_stream, settings_of
 from backend.catalog.spec import ModelSpec
 from backend.engine.acceleration import apply, fp8_matmul
 from backend.engine.devices import device_memory
@@ -19,6 +20,7 @@ from backend.engine.lora import adapters
 from backend.engine.pipeline import denoise, image_tensors, oom_fallback, part_loading, part_placement, request_checks
 from backend.engine.pipeline.latent_preview import Preview, Step, watched
 from backend.engine.pipeline.part_loading import Loading
+from backend.engine.pipeline.sampler import num_steps
 from backend.schema.memory_plan import VramConfig
 from backend.schema.messages import Cancelled, Trouble
 from backend.schema.request import GenerationRequest, LoraReceipt, LoraUse
@@ -92,8 +94,8 @@ class Pipeline:
             oom_fallback.again(
                 self, name, partial(self._load, name, tell), when=f"{oom_fallback.called(name)} was loaded"
             )
-        if self.spec.tokenizer is not None and hasattr(self.family, "load_tokenizer"):
-            self.parts["tokenizer"] = self.family.load_tokenizer(self.spec.tokenizer)
+        for name, folder in self.spec.tokenizers.items() if self.family.DRAWS else ():
+            self.parts[name] = self.family.load_tokenizer(folder, name)
         if self.spec.processor is not None and request_checks.edits(self.spec, self.family):
             self.parts["processor"] = self.family.load_processor(self.spec.processor, self.spec.variant)
 
@@ -120,8 +122,7 @@ class Pipeline:
         try:
             if multiplies:
                 fp8_matmul.prepare(self.placements[name])
-            if hasattr(self.family, "prepare"):
-                self.family.prepare(name, module)
+            self.family.prepare(name, module)
         except BaseException:  # it may be loaded again
             if name in self.placements:
                 self.placements.pop(name).close()
@@ -133,10 +134,11 @@ class Pipeline:
         """Within it the parts `names` may be called; every other placed part is parked first."""
         for name in names:
             if name not in self.parts:
+                folder = self.family.PARTS[name].folder if name in self.family.PARTS else name
                 raise Trouble(
                     "missing_part",
                     f"This needs the part {name}, which was not loaded.",
-                    hint=f"Add its files: the model's folder {getattr(self.family.PARTS.get(name), 'folder', name)}.",
+                    hint=f"Add its files: the model's folder {folder}.",
                 )
             part_loading.check_usable(self, name)
         for name, placement in self.placements.items():
@@ -154,31 +156,48 @@ class Pipeline:
         if tell:
             tell("")
 
+    def settings(self, request: GenerationRequest) -> DrawSettings:
+        """What the family's functions are told of `request` and this model."""
+        return settings_of(self.spec, width=request.width, height=request.height, guidance=request.guidance)
+
     @torch.no_grad()
-    def encode_prompt(self, prompt: str, edited: Sequence[Image.Image] = ()) -> dict:
-        """The encoding of `prompt`, with the pictures to edit, on the device; the text encoder runs only for what was not seen lately."""
-        key = (prompt, *map(request_checks.digest, edited))
+    def encode_prompt(self, prompt: str, edited: Sequence[Image.Image] = (), *, negative: bool = False) -> Encoding:
+        """The encoding of `prompt`, with the pictures to edit, on the device; text encoders run only for what was not seen lately."""
+        key = (prompt, negative, *map(request_checks.digest, edited))
         if key in self._encodings:
             self._encodings.move_to_end(key)
             return self._encodings[key]
-        seeing = ("vision", "processor") if edited else ()
+        variant = self.spec.variant
+        encoders = self.family.parts_of("text", variant, pictures=bool(edited))
+        readers = (*self.family.TOKENIZERS, *(("processor",) if edited else ()))
         given = {"pictures": [tuple(edited)]} if edited else {}
 
-        def work() -> dict:
-            with self.using("text_encoder", "tokenizer", *seeing):
-                found = self.family.encode_text(self.parts, [prompt], device=self.device, **given)[0]
-                return {name: tensor.to(self.dtype).clone() for name, tensor in found.items()}
+        def work() -> Encoding:
+            with self.using(*encoders, *readers):
+                found = self.family.encode_text(
+                    self.parts, [prompt], device=self.device, variant=variant, negative=negative, **given
+                )[0]
+                return {name: self._in_dtype(tensor).clone() for name, tensor in found.items()}
 
-        encoding = self._encodings[key] = oom_fallback.again(self, "text_encoder", work, when="the prompt was encoded")
-        most, words = self.family.most_tokens(self.parts, edited) if edited else (self.family.MAX_TOKENS,) * 2
+        main = self._largest(self.family.parts_of("text", variant))
+        encoding = self._encodings[key] = oom_fallback.again(self, main, work, when="the prompt was encoded")
         while len(self._encodings) > KEPT_ENCODINGS:
             self._encodings.popitem(last=False)
-        if max(map(len, encoding.values())) >= most:
+        words = self.family.truncated(self.parts, prompt, encoding, tuple(edited))
+        if words is not None:
             self.note(f"The prompt is too long: what comes after the first {words} tokens was not read.")
         return self._encodings[key]
 
+    def _in_dtype(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In the computing dtype, unless it holds ids or a mask."""
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    def _largest(self, names: Sequence[str]) -> str:
+        """The part of `names` that memory runs out for."""
+        return max(names, key=lambda name: self.spec.parts[name].nbytes if name in self.spec.parts else 0)
+
     def forget_prompts(self) -> None:
-        """After LoRAs came or went: drops the encodings if the text encoder's weights were or are changed by one."""
+        """After LoRAs came or went: drops the encodings if a text encoder's weights were or are changed by one."""
         text = {name for name, part in self.family.PARTS.items() if part.phase == "text"}
         changed = any(text & set(one.hot) for one in self.adapters.loaded)
         if changed or self._text_changed:
@@ -189,36 +208,36 @@ class Pipeline:
     def encode_picture(self, picture: Image.Image, width: int, height: int, generator=None) -> torch.Tensor:
         """Normalised latents (1, C, h, w) of a picture: the mean, or a sample by a CPU `generator`; in tiles where memory runs out without."""
         drawn = None if generator is None else generator.get_state()
+        rows, columns = self.family.sizes(self.spec.variant).cells(width, height)
 
         def work() -> torch.Tensor:
             if generator is not None:
                 generator.set_state(drawn)
             with self.using("vae"):
                 pixels = image_tensors.to_pixels(picture, width, height).to(self.device, self.dtype)
-                tiled = self.is_tiled("encode", (height // 8) * (width // 8), None)
-                return self.family.encode_image(self.parts, pixels, generator=generator, tiled=bool(tiled)).to(
-                    self.dtype
-                )
+                tiled = self.is_tiled("encode", rows * columns, None)
+                found = self.family.encode_image(self.parts, pixels, generator=generator, tiled=bool(tiled))
+                return each_stream(lambda one: one.to(self.dtype), found)
 
         return oom_fallback.again(
             self,
             "vae",
             work,
             when="the input picture was encoded",
-            own=oom_fallback.tiling(self, "encode", height // 8, width // 8),
+            own=oom_fallback.tiling(self, "encode", rows, columns),
         )
 
     @torch.no_grad()
-    def encode_references(self, edited: Sequence[Image.Image]) -> tuple[torch.Tensor, ...]:
+    def encode_references(self, edited: Sequence[Image.Image], settings: DrawSettings) -> tuple[torch.Tensor, ...]:
         """Normalised latents (C, h, w) of each picture to edit."""
-        cells = round(self.parts["processor"].reference_pixels ** 0.5) // 8
+        side = round(self.parts["processor"].reference_pixels ** 0.5)
+        cells = side // self.family.sizes(self.spec.variant).compression
 
         def work() -> tuple[torch.Tensor, ...]:
             with self.using("vae", "processor"):
                 tiled = bool(self.is_tiled("encode", cells * cells, None))
-                return tuple(
-                    one.to(self.dtype) for one in self.family.encode_references(self.parts, edited, tiled=tiled)
-                )
+                found = self.family.encode_references(self.parts, edited, settings=settings, tiled=tiled)
+                return tuple(one.to(self.dtype) for one in found)
 
         return oom_fallback.again(
             self,
@@ -229,17 +248,17 @@ class Pipeline:
         )
 
     @torch.no_grad()
-    def decode(self, latents: torch.Tensor, *, tiled: bool | tuple[int, int] | None = None) -> Image.Image:
+    def decode(self, latents: Latents, *, tiled: bool | tuple[int, int] | None = None) -> Image.Image:
         """The picture of latents (1, C, h, w); in tiles where asked, or where memory runs out without."""
-        height, width = latents.shape[-2:]
+        seen = self.family.preview_latents(latents)
+        height, width = seen.shape[-2:]
 
         def work() -> Image.Image:
             with self.using("vae"):
-                pixels = self.family.decode(
-                    self.parts, latents.to(self.dtype), tiled=self.is_tiled("decode", height * width, tiled)
-                )
+                given = each_stream(lambda one: one.to(self.dtype), latents)
+                pixels = self.family.decode(self.parts, given, tiled=self.is_tiled("decode", height * width, tiled))
                 picture = image_tensors.to_picture(pixels[0])
-                self._preview.learn(latents, pixels)
+                self._preview.learn(seen, pixels)
                 return picture
 
         return oom_fallback.again(
@@ -303,20 +322,22 @@ class Pipeline:
         apply.arrange(self, request)
         if source is None and request.input_image:
             source = image_tensors.open_picture(request.input_image)
-        towards = self.encode_prompt(request.prompt, edited)
-        away = self.encode_prompt(request.negative_prompt, edited) if request.guidance > 1 else None
+        settings = self.settings(request)
+        positive, negative = self.encode_prompt(request.prompt, edited), None
+        if any(branch.prompt == "negative" for branch in self.family.branches(settings)):
+            negative = self.encode_prompt(request.negative_prompt, edited, negative=True)
         if edited:
-            references = {"references": self.encode_references(edited)}
-            towards, away = towards | references, away and away | references
-        if on_step and self._preview.must_learn(request.width, request.height):
+            references = {"references": self.encode_references(edited, settings)}
+            positive, negative = positive | references, negative and negative | references
+        if on_step and self._preview.must_learn(settings):
             with self.using("vae"):
-                self._preview.learn_from_noise()
+                self._preview.learn_from_noise(settings)
         for number in range(request.count):
             if should_stop and should_stop():
                 raise Cancelled
             start = denoise.start(self, request, request.seed + number, source, noise if number == 0 else None)
-            watch = on_step and watched(number, len(start[1]) - 1, on_step, self._preview)
-            latents = denoise.denoise(self, request, *start, towards, away, watch, should_stop)
+            watch = on_step and watched(number, num_steps(start[1]), on_step, self._preview)
+            latents = denoise.denoise(self, request, *start, positive, negative, watch, should_stop)
             yield self.decode(latents, tiled=tiled)
 
     def add_lora(self, part: str, source, *, strength: float = 1.0, hot: bool | None = None) -> LoraReceipt:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 from PIL import Image
 
+from backend.catalog.family import Family
 from backend.catalog.models.capabilities import check, edits
 from backend.catalog.spec import ModelSpec
 from backend.engine.pipeline import image_tensors
@@ -17,14 +17,15 @@ from backend.schema.request import GenerationRequest
 __all__ = ["check", "check_request", "digest", "edits", "opened"]
 
 
-def check_request(spec: ModelSpec, family: ModuleType, request: GenerationRequest, *, draws: bool) -> None:
+def check_request(spec: ModelSpec, family: Family, request: GenerationRequest, *, draws: bool) -> None:
     """Before a model is loaded, raises Trouble for pictures that it cannot take, and, where the request `draws` next, for none, and for
     files that are not there or no pictures."""
     check(spec, family, len(request.edit_images), must=draws)
     if not draws:
         return
+    area, _ = family.reference_pixels(spec.variant, spec.path)
     for path in request.edit_images:
-        family.edited_size([image_tensors.open_picture(path).size], spec.variant)  # refuses a strip
+        family.reference_sizes([image_tensors.open_picture(path).size], area)  # refuses what cannot be worked from
     if request.input_image:
         image_tensors.open_picture(request.input_image)
 

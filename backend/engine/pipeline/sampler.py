@@ -1,108 +1,92 @@
-"""From noise to latents: schedules, guidance and the Euler steps of flow matching. Shapes as in the family's functions.
+"""Samplers: from noise to latents over a schedule of noise levels. Shapes as in `backend.catalog.family`.
 
-`denoise(x, sigma) -> velocity` is the whole contract between a network and the loop: x (B, C, h, w), sigma (B,).
+`Denoise` is the whole contract between a network under guidance (`guidance.guided`) and the loop: the derivative dx / dsigma at x. It is the
+same for flow matching and for noise that is added without bound (epsilon and v models), so one sampler serves all: x - sigma * dx / dsigma
+are the latents that are expected at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from types import ModuleType
+from typing import Protocol
 
 import torch
 
-from backend.engine.acceleration.first_block_cache import StepCache
+from backend.catalog.family import Latents, Levels, each_stream
 from backend.schema.messages import Cancelled
 
-Denoise = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+class Denoise(Protocol):
+    def __call__(self, x: Latents, sigma: Levels, sigma_next: Levels, step: int) -> Latents:
+        """dx / dsigma at `x` (B, C, h, w) and level `sigma` (), on the way to `sigma_next`, in step `step` from 0."""
 
 
-def noise(shape: tuple[int, ...], generator: torch.Generator, *, device, dtype: torch.dtype) -> torch.Tensor:
-    """Normal noise of one picture `shape` (C, h, w) -> (1, C, h, w).
+OnStep = Callable[[int, Callable[[], Latents]], None]
+Method = Callable[..., Latents]
+
+
+def noise(shape, generator: torch.Generator, *, device, dtype: torch.dtype) -> Latents:
+    """Normal noise of one picture `shape` (C, h, w) -> (1, C, h, w), or of its streams in their order.
 
     The generator is the CPU's and the numbers are float32, so a seed means the same on every device and in every dtype.
     """
-    return torch.randn((1, *shape), generator=generator).to(device=device, dtype=dtype)
-
-
-def guided(
-    family: ModuleType,
-    parts: dict,
-    towards: dict,
-    away: dict | None,
-    scale: float,
-    *,
-    device,
-    together: bool,
-    cache: StepCache | None = None,
-) -> Denoise:
-    """The velocity under guidance for one picture; `towards` and `away` are encodings of `encode_text`.
-
-    `together`: both halves run as one batch, so that a streamed block is moved once a step. Else one after the other, which
-    takes half the working memory. `cache` lets steps reuse what earlier ones computed.
-    """
-
-    def predict(x, sigma, cond, name="both"):
-        with cache.step(name) if cache else nullcontext():
-            return family.predict(parts, x, sigma, cond)
-
-    if away is None or scale <= 1:
-        alone = family.collate([towards], device=device)
-        return lambda x, sigma: predict(x, sigma, alone)
-    if together:
-        both = family.collate([towards, away], device=device)
-
-        def denoise(x, sigma):
-            halves = predict(torch.cat([x, x]), torch.cat([sigma, sigma]), both)
-            return family.guide(*halves.chunk(2), scale)
-
-        return denoise
-    first, second = family.collate([towards], device=device), family.collate([away], device=device)
-
-    def denoise_in_turn(x, sigma):
-        velocity = predict(x, sigma, first, "towards")
-        return family.guide(velocity, predict(x, sigma, second, "away"), scale)
-
-    return denoise_in_turn
+    return each_stream(lambda one: torch.randn((1, *one), generator=generator).to(device=device, dtype=dtype), shape)
 
 
 def sample(
     denoise: Denoise,
-    x: torch.Tensor,
-    sigmas: torch.Tensor,
+    x: Latents,
+    sigmas: Levels,
     *,
-    on_step: Callable[[int, Callable[[], torch.Tensor]], None] | None = None,
+    method: str = "euler",
+    on_step: OnStep | None = None,
     should_stop: Callable[[], bool] | None = None,
-) -> torch.Tensor:
-    """Euler's method over `sigmas` (N + 1,), from `x` at sigmas[0] to the latents at sigmas[N].
+) -> Latents:
+    """`x` at sigmas[0] brought to the latents at sigmas[N] by the sampler `method`; `sigmas` (N + 1,).
 
     After each step `on_step(number, estimate)`, where `estimate()` is the picture's latents as expected now. Raises Cancelled
-    as soon as `should_stop()` says so, before the next step. The arithmetic is that of diffusers' scheduler: float32 sums,
-    rounded to the network's dtype after each step.
+    as soon as `should_stop()` says so, before the next step.
     """
-    for index in range(len(sigmas) - 1):
+    for index in range(num_steps(sigmas)):
         if should_stop and should_stop():
             raise Cancelled
-        sigma = sigmas[index]
-        velocity = denoise(x, sigma.to(x.device).expand(x.shape[0]))
+        sigma, following = (each_stream(lambda levels, at=at: levels[at], sigmas) for at in (index, index + 1))
+        before = x
+        x, derivative = METHODS[method](denoise, x, sigma, following, index)
         if on_step:
-            before = x
-            estimate = lambda: before.float() - sigma * velocity.float()  # noqa: B023, E731 (called within this step)
-        x = (x.float() + (sigmas[index + 1] - sigma) * velocity).to(velocity.dtype)
-        if on_step:
-            on_step(index + 1, estimate)
+            on_step(index + 1, lambda: each_stream(_expected, before, sigma, derivative))  # noqa: B023 (called within this step)
     if should_stop and should_stop():
         raise Cancelled
     return x
 
 
-def steps_from(sigmas: torch.Tensor, strength: float) -> torch.Tensor:
+def _expected(x: torch.Tensor, sigma: torch.Tensor, derivative: torch.Tensor) -> torch.Tensor:
+    return x.float() - sigma * derivative.float()
+
+
+def euler(denoise: Denoise, x: Latents, sigma: Levels, following: Levels, index: int) -> tuple[Latents, Latents]:
+    """One step of Euler's method: (the next x, the derivative at this one). The arithmetic is that of diffusers' schedulers: float32 sums,
+    rounded to the network's dtype after each step."""
+    derivative = denoise(x, sigma, following, index)
+    moved = each_stream(
+        lambda at, slope, now, then: (at.float() + (then - now) * slope).to(slope.dtype),
+        x,
+        derivative,
+        sigma,
+        following,
+    )
+    return moved, derivative
+
+
+METHODS: dict[str, Method] = {"euler": euler}
+
+
+def num_steps(sigmas: Levels) -> int:
+    """N of levels (N + 1,)."""
+    return len(next(iter(sigmas.values())) if isinstance(sigmas, dict) else sigmas) - 1
+
+
+def steps_from(sigmas: Levels, strength: float) -> Levels:
     """The tail of `sigmas` (N + 1,) for a picture that is departed from with `strength` in [0, 1]: 1 all steps, 0 none."""
-    num_steps = len(sigmas) - 1
-    return sigmas[int(max(num_steps - num_steps * strength, 0)) :]
-
-
-def mix(latents: torch.Tensor, fresh: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-    """`latents` with noise `fresh` at level `sigma`."""
-    sigma = sigma.to(device=latents.device, dtype=latents.dtype)
-    return sigma * fresh + (1.0 - sigma) * latents
+    count = num_steps(sigmas)
+    return each_stream(lambda levels: levels[int(max(count - count * strength, 0)) :], sigmas)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from backend.catalog.family import DrawSettings
 from backend.engine.tracing import forward_calls
 from backend.engine.tracing.allocation_recorder import Tape, record
 from backend.engine.tracing.forward_calls import LORA
-from backend.families.qwen_image import cpu_attention
 from backend.planner.costs.training_method import Method
 
 KERNELS = ("plain", "fused")  # attention in matrix products for short sequences, torch's own for long ones
@@ -38,7 +38,7 @@ def network(
     """The network as a run on a CPU has it: with adapters on `targets`, or (none) with weights in float32 that train."""
     module = forward_calls.build(name, config, dtype if targets else torch.float32)
     if kernel == "plain":
-        cpu_attention.use(module)
+        forward_calls.owner(module)[0].use_cpu_attention(module)
     if targets:
         forward_calls.add_lora(module, targets, rank, torch.float32, method=method)
     else:
@@ -75,17 +75,18 @@ def step_tape(
 
 def sample_tape(module: torch.nn.Module, point: dict, dtype: torch.dtype) -> Tape:
     """One pass of a sample between steps; `b` 2 is both halves of guidance."""
-    from backend.families import qwen_image
+    family, part = forward_calls.owner(module)
 
     def work(_: Tape) -> None:
-        x = _latents(module, {**point, "b": 1}).to(dtype)
+        x = _latents(module, {**point, "b": 1}, dtype)
         both = x if point["b"] == 1 else torch.cat([x, x])
 
         def computing(**named):
             with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
                 return module(**named)
 
-        qwen_image.predict({"dit": computing}, both, torch.empty(point["b"]), _condition(module, point, dtype))
+        _, sigma, cond = family.example_inputs(module, forward_calls.whole(point), dtype)
+        family.predict({part: computing}, both, sigma, cond, part=part)
 
     training = module.training
     module.eval()
@@ -96,42 +97,36 @@ def sample_tape(module: torch.nn.Module, point: dict, dtype: torch.dtype) -> Tap
         module.train(training)
 
 
-def _latents(module: torch.nn.Module, point: dict) -> torch.Tensor:
-    return torch.empty(point["b"], module.config.in_channels // 4, point["h"], point["w"])
-
-
-def _condition(module: torch.nn.Module, point: dict, dtype: torch.dtype) -> dict:
-    batch = point["b"]
-    mask = torch.ones(batch, point["t"], dtype=torch.bool) if batch > 1 else None
-    return {"embeds": torch.empty(batch, point["t"], module.config.joint_attention_dim, dtype=dtype), "mask": mask}
+def _latents(module: torch.nn.Module, point: dict, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    family, _ = forward_calls.owner(module)
+    return family.example_inputs(module, forward_calls.whole(point), dtype)[0]
 
 
 def _loss(module, latents, noise, point: dict, dtype: torch.dtype, *, lean: bool, drawing: int) -> torch.Tensor:
     """As the trainer's learner computes it; all that is only of the forward pass is gone when this returns."""
-    from backend.families import qwen_image
-
+    family, part = forward_calls.owner(module)
     wide = dtype == torch.float32
-    sigma = torch.empty(point["b"], 1, 1, 1)
+    settings = DrawSettings(0, 0)
     with torch.autocast("cpu", dtype=torch.bfloat16 if wide else dtype, enabled=not wide):
+        _, sigma, cond = family.example_inputs(module, forward_calls.whole(point), dtype)
         if drawing:
-            drawn = _drawn(module, noise, point, dtype, lean=lean, drawing=drawing)
+            drawn = _drawn(module, noise, cond, dtype, lean=lean, drawing=drawing)
             return ((drawn.float() - latents.float()) ** 2).flatten(1).mean(1).sum()
-        x = ((1 - sigma) * latents + sigma * noise).to(dtype)
+        x = family.noised(latents, noise, sigma, settings).to(dtype)
         with torch.autocast("cpu", enabled=False) if lean else contextlib.nullcontext():
-            velocity = qwen_image.predict({"dit": module}, x, torch.empty(point["b"]), _condition(module, point, dtype))
-        squares = (velocity.float() - (noise - latents).float()) ** 2
+            found = family.predict({part: module}, x, sigma, cond, part=part)
+        squares = (found.float() - family.target(latents, noise, sigma, settings).float()) ** 2
         return squares.flatten(1).mean(1).sum()
 
 
-def _drawn(module, noise, point: dict, dtype: torch.dtype, *, lean: bool, drawing: int) -> torch.Tensor:
+def _drawn(module, noise, cond, dtype: torch.dtype, *, lean: bool, drawing: int) -> torch.Tensor:
     """As the trainer's student draws."""
-    from backend.families import qwen_image
-
-    x, levels, condition = noise, torch.empty(drawing + 1), _condition(module, point, dtype)
+    family, part = forward_calls.owner(module)
+    x, levels = noise, torch.empty(drawing + 1)
     for step in range(drawing):
         sigma = levels[step].expand(len(x))
         with torch.autocast("cpu", enabled=False) if lean else contextlib.nullcontext():
-            velocity = qwen_image.predict({"dit": module}, x.to(dtype), sigma, condition)
+            velocity = family.predict({part: module}, x.to(dtype), sigma, cond, part=part)
         x = x + (levels[step + 1] - levels[step]) * velocity.float()
     return x
 

@@ -1,4 +1,4 @@
-"""What is traced: networks built on fake tensors, and the calls that Loft makes of them.
+"""What is traced: networks built on fake tensors, and the calls that Loft makes of them: the families' own.
 
 A *point* is what a stage's bytes depend on: `h`, `w` latent rows and columns, `f` latent frames, `t` text tokens, `b` pictures that go
 through together, `r` LoRA rank. Where a family computes with functions of its own, those functions are called.
@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
+from backend import families
+from backend.catalog.family import Family
 from backend.engine.loading.load import checked_network
 from backend.engine.tracing.allocation_recorder import Tape, record
-from backend.families.qwen_image import vision_example
 from backend.planner.costs.model_sizes import published
 from backend.planner.costs.training_method import Method
 from backend.system.text_files import ends_with
@@ -33,10 +34,9 @@ def build(network: str, config: dict, dtype: torch.dtype) -> torch.nn.Module:
         else:
             module = kind(**config)
     _keep_float32(module)
-    if name == "AutoencoderKLQwenImage":
-        from backend.families import qwen_image
-
-        qwen_image.prepare("vae", module)
+    known = families.of_network(name)
+    if known is not None:
+        known[0].prepare(known[1], module)
     return module.eval().requires_grad_(False)
 
 
@@ -101,81 +101,26 @@ def trace(module: torch.nn.Module, work: Callable[[Tape], object], *, warm: bool
         return record(work, weights=resident(module))
 
 
-def velocity(module: torch.nn.Module, point: dict, dtype: torch.dtype) -> torch.Tensor:
-    """One pass through a diffusion transformer at `point`."""
-    return _CALLS[type(module).__name__](module, _whole(point), dtype)
+def predict(module: torch.nn.Module, point: dict, dtype: torch.dtype) -> torch.Tensor:
+    """One pass through a diffusion transformer at `point`, by the call that draws with it. Of several streams, the first's prediction."""
+    family, part = owner(module)
+    x, sigma, cond = family.example_inputs(module, whole(point), dtype)
+    found = family.predict({part: module}, x, sigma, cond, part=part)
+    return next(iter(found.values())) if isinstance(found, dict) else found
 
 
-def _whole(point: dict) -> dict:
-    return {"b": 1, "t": 64, "f": 1, "n": point.get("h", 2) * point.get("w", 2) // 4 * point.get("f", 1), **point}
+def owner(module) -> tuple[Family, str]:
+    """The family and the part of a network, which may be wrapped by peft. Raises ValueError where no family has it."""
+    kind = type(module).__name__
+    found = families.of_network(kind)
+    if found is None:
+        raise ValueError(f"No family calls {kind}.")
+    return found
 
 
-def _qwen_image(module, point, dtype):
-    from backend.families import qwen_image
-
-    batch = point["b"]
-    cond = {"embeds": torch.empty(batch, point["t"], module.config.joint_attention_dim, dtype=dtype), "mask": None}
-    if batch > 1:
-        cond["mask"] = torch.ones(batch, point["t"], dtype=torch.bool)
-    x = torch.empty(batch, module.config.in_channels // 4, point["h"], point["w"], dtype=dtype)
-    if module.config.use_additional_t_cond or module.config.zero_cond_t:
-        return _qwen_image_edit(module, point, dtype, x, cond)
-    return qwen_image.predict({"dit": module}, x, torch.empty(batch), cond)
-
-
-def _qwen_image_edit(module, point, dtype, x, cond):
-    from backend.families import qwen_image
-
-    batch = point["b"]
-    extra = {}
-    if module.config.use_additional_t_cond:
-        extra["additional_t_cond"] = torch.zeros(batch, dtype=torch.long)
-    return module(
-        hidden_states=qwen_image.pack(x),
-        timestep=torch.empty(batch, dtype=dtype),
-        encoder_hidden_states=cond["embeds"],
-        encoder_hidden_states_mask=cond["mask"],
-        img_shapes=[[(1, point["h"] // 4, point["w"] // 2), (1, point["h"] // 4, point["w"] // 2)]] * batch,
-        return_dict=False,
-        **extra,
-    )[0]
-
-
-def _flux(module, point, dtype):
-    batch, tokens, said = point["b"], point["n"], module.config
-    return module(
-        hidden_states=torch.empty(batch, tokens, said.in_channels, dtype=dtype),
-        encoder_hidden_states=torch.empty(batch, point["t"], said.joint_attention_dim, dtype=dtype),
-        pooled_projections=torch.empty(batch, said.pooled_projection_dim, dtype=dtype),
-        timestep=torch.empty(batch, dtype=dtype),
-        guidance=torch.empty(batch, dtype=dtype) if said.guidance_embeds else None,
-        img_ids=torch.empty(tokens, 3, dtype=dtype),
-        txt_ids=torch.empty(point["t"], 3, dtype=dtype),
-        return_dict=False,
-    )[0]
-
-
-def _z_image(module, point, dtype):
-    batch, said = point["b"], module.config
-    pictures = torch.empty(batch, said.in_channels, 1, point["h"], point["w"], dtype=dtype)
-    texts = [torch.empty(point["t"], said.cap_feat_dim, dtype=dtype) for _ in range(batch)]
-    return torch.stack(module(list(pictures.unbind(0)), torch.empty(batch, dtype=dtype), texts, return_dict=False)[0])
-
-
-def _wan(module, point, dtype):
-    batch, said = point["b"], module.config
-    x = torch.empty(batch, said.in_channels, point["f"], point["h"], point["w"], dtype=dtype)
-    picture = torch.empty(batch, 257, said.image_dim, dtype=dtype) if said.image_dim else None
-    text = torch.empty(batch, 512, said.text_dim, dtype=dtype)
-    return module(x, torch.empty(batch), text, encoder_hidden_states_image=picture, return_dict=False)[0]
-
-
-_CALLS = {
-    "QwenImageTransformer2DModel": _qwen_image,
-    "FluxTransformer2DModel": _flux,
-    "ZImageTransformer2DModel": _z_image,
-    "WanTransformer3DModel": _wan,
-}
+def whole(point: dict) -> dict:
+    """A point with everything that a family's example inputs may depend on."""
+    return {"b": 1, "t": 64, "f": 1, **point}
 
 
 def encode_text(module: torch.nn.Module, point: dict, dtype: torch.dtype) -> torch.Tensor:
@@ -191,10 +136,11 @@ def encode_text(module: torch.nn.Module, point: dict, dtype: torch.dtype) -> tor
         return module(
             torch.empty(point.get("b", 1), 3, size, size, dtype=dtype), output_hidden_states=True
         ).hidden_states[-2]
-    if kind == vision_example.KIND:
-        return vision_example.see(module, point, dtype)
-    if kind == "Qwen2_5_VLModel":
-        module = module.language_model
+    known = families.of_network(kind)
+    found = known[0].trace_encoder(known[1], module, {"b": 1, **point}, dtype) if known is not None else None
+    if found is not None:
+        return found
+    module = getattr(module, "language_model", module)
     with _one_prompt_a_row():
         return module(input_ids=ids, attention_mask=None, use_cache=False).last_hidden_state
 
@@ -215,40 +161,37 @@ def _one_prompt_a_row() -> Iterator[None]:
 def decode(module: torch.nn.Module, point: dict, dtype: torch.dtype, *, tiled: bool = False) -> torch.Tensor:
     """Latents (b, C, f, h, w) to pixels."""
     said, batch = module.config, point.get("b", 1)
-    kind = type(module).__name__
-    if kind == "AutoencoderKL":
+    known = families.of_network(type(module).__name__)
+    channels = getattr(said, "z_dim", None) or said.latent_channels
+    if known is not None and known[0].DRAWS:
+        frames = (point.get("f", 1),) if known[0].SIZES.frame_compression > 1 else ()
+        latents = torch.empty(batch, channels, *frames, point["h"], point["w"], dtype=dtype)
+        return known[0].decode({known[1]: module}, latents, tiled=tiled)
+    if type(module).__name__ == "AutoencoderKL":
         module.use_tiling, module.tile_sample_min_size, module.tile_latent_min_size = tiled, 512, 64
-        return module.decode(
-            torch.empty(batch, said.latent_channels, point["h"], point["w"], dtype=dtype), return_dict=False
-        )[0]
-    if kind == "AutoencoderKLQwenImage":
-        from backend.families import qwen_image
-
-        return qwen_image.decode(
-            {"vae": module}, torch.empty(batch, said.z_dim, point["h"], point["w"], dtype=dtype), tiled=tiled
-        )
+        shape = (batch, channels, point["h"], point["w"])
+        return module.decode(torch.empty(shape, dtype=dtype), return_dict=False)[0]
     module.use_tiling = tiled
-    z = torch.empty(batch, said.z_dim, point.get("f", 1), point["h"], point["w"], dtype=dtype)
+    z = torch.empty(batch, channels, point.get("f", 1), point["h"], point["w"], dtype=dtype)
     return module.decode(z, return_dict=False)[0]
 
 
 def encode_image(module: torch.nn.Module, point: dict, dtype: torch.dtype) -> torch.Tensor:
     """Pixels of the size that `point` decodes to, to latents."""
-    kind, batch, side = type(module).__name__, point.get("b", 1), _pixels_per_cell(module)
+    kind, batch, side = type(module).__name__, point.get("b", 1), pixels_per_cell(module)
     shape = (point["h"] * side, point["w"] * side)
+    known = families.of_network(kind)
+    frames = 4 * (point.get("f", 1) - 1) + 1
+    if known is not None and known[0].DRAWS:
+        channels = getattr(module.config, "input_channels", None) or module.config.in_channels
+        several = (frames,) if known[0].SIZES.frame_compression > 1 else ()
+        return known[0].encode_image({known[1]: module}, torch.empty(batch, channels, *several, *shape, dtype=dtype))
     if kind == "AutoencoderKL":
         return module.encode(torch.empty(batch, 3, *shape, dtype=dtype), return_dict=False)[0].mean
-    if kind == "AutoencoderKLQwenImage":
-        from backend.families import qwen_image
-
-        return qwen_image.encode_image(
-            {"vae": module}, torch.empty(batch, module.config.input_channels, *shape, dtype=dtype)
-        )
-    frames = 4 * (point.get("f", 1) - 1) + 1
     return module.encode(torch.empty(batch, 3, frames, *shape, dtype=dtype), return_dict=False)[0].mean
 
 
-def _pixels_per_cell(module) -> int:
+def pixels_per_cell(module) -> int:
     return getattr(module.config, "scale_factor_spatial", None) or 8
 
 
@@ -337,7 +280,7 @@ def train_step(module: torch.nn.Module, point: dict, dtype: torch.dtype) -> Call
         weight.grad = torch.empty_like(weight)
 
     def step(tape: Tape) -> None:
-        out = velocity(module, point, dtype)
+        out = predict(module, point, dtype)
         tape.mark("forward")
         target = torch.empty(out.shape, dtype=torch.float32)
         loss = ((out.float() - target) ** 2).flatten(1).mean(1).sum()

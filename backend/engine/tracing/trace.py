@@ -19,7 +19,7 @@ import torch
 
 from backend.engine.tracing import cpu_training_fit, fit, forward_calls, sample_points, training_fit, vision_fit
 from backend.engine.tracing.allocation_recorder import Tape, fakes
-from backend.families.qwen_image import vision_example
+from backend.families import of_network
 from backend.planner.costs.model_sizes import fingerprint
 from backend.schema.paths import ASSETS
 
@@ -75,8 +75,9 @@ def forms_of(network: str, config: dict, known: dict, name: str) -> dict:
     if "lora" in known:
         return _denoiser(network, config, known, dtype, name, trained=False)
     if kind.startswith("Autoencoder"):
-        return _autoencoder(network, config, dtype, name)
-    if kind == vision_example.KIND:
+        return _autoencoder(network, config, known, dtype, name)
+    owner = of_network(kind)
+    if owner is not None and owner[0].PARTS[owner[1]].for_pictures:
         return vision_fit.forms_of(network, config, known, dtype, name)
     return _encoder(network, config, known, dtype, name)
 
@@ -132,7 +133,7 @@ def _table_bytes(network: str, config: dict, known: dict) -> int:
             network, sample_points.config_of(config, known, (1,) * len(known["blocks"])), torch.bfloat16
         )
         with torch.no_grad():
-            forward_calls.velocity(module, {"h": 16, "w": 16, "t": 32, "n": 64}, torch.bfloat16)
+            forward_calls.predict(module, {"h": 16, "w": 16, "t": 32, "n": 64}, torch.bfloat16)
         stored = module.state_dict()
         buffers = [buffer for name, buffer in module.named_buffers() if name not in stored]
         return sum(one.nbytes for one in (*buffers, *forward_calls.tables(module)))
@@ -143,7 +144,7 @@ def _tapes(call, module, points: list[dict], dtype: torch.dtype, *, warm: bool =
 
 
 def _denoiser(network: str, config: dict, known: dict, dtype: torch.dtype, name: str, *, trained: bool) -> dict:
-    texts = "" if network.endswith("WanTransformer3DModel") else "t"
+    texts = "" if known.get("fixed_text") else "t"
     span = {key: sample_points.TOKENS[key] for key in ("n", *texts)}
     names, quadratic = ["1", "n", *texts], ["nn", "nt", "tt"] if texts else ["nn"]
     found = {}
@@ -155,7 +156,7 @@ def _denoiser(network: str, config: dict, known: dict, dtype: torch.dtype, name:
                     {**point, "b": batch}
                     for point in sample_points.points(texts, len(names + quadratic) + 1 if batch == 1 else 4)
                 ]
-                tapes = _tapes(forward_calls.velocity, module, points, dtype)
+                tapes = _tapes(forward_calls.predict, module, points, dtype)
                 if depths == sample_points.depths_of(known)[0]:
                     form = fit.fit(names, points, tapes, span)
                     found[f"denoise/{name}/b{batch}"] = form | {"pool": fit.pools(tapes[1:2])}
@@ -170,8 +171,8 @@ def _denoiser(network: str, config: dict, known: dict, dtype: torch.dtype, name:
     return found
 
 
-def _autoencoder(network: str, config: dict, dtype: torch.dtype, name: str) -> dict:
-    video = network.endswith("Wan")
+def _autoencoder(network: str, config: dict, known: dict, dtype: torch.dtype, name: str) -> dict:
+    video = known.get("video", False)
     names = ["1", "h", "w", "hw"]
     found = {}
     with fakes():
@@ -210,7 +211,7 @@ def _cells_form(names, points, tapes) -> dict:
 def _tiled(module, dtype: torch.dtype, name: str, video: bool) -> dict:
     found, sides = (
         {},
-        (72, 96) if forward_calls._pixels_per_cell(module) == 8 else (40, 56),
+        (72, 96) if forward_calls.pixels_per_cell(module) == 8 else (40, 56),
     )  # blending tiles is slow to trace
     for kind in ("picture", "video") if video else ("picture",):
         points = [{"h": side, "w": side, "f": f} for f in ((1,) if kind == "picture" else (3, 5)) for side in sides]

@@ -6,7 +6,6 @@ import torch
 
 from backend.engine.tracing import fit, forward_calls, sample_points
 from backend.engine.tracing.allocation_recorder import fakes
-from backend.families.qwen_image import vision_example
 
 TOKENS = (64, 96, 224, 512)  # text tokens that a picture becomes
 
@@ -18,7 +17,9 @@ def forms_of(network: str, config: dict, known: dict, dtype: torch.dtype, name: 
         with fakes():
             module = forward_calls.build(network, sample_points.config_of(config, known, depths), dtype)
             tapes = [
-                forward_calls.trace(module, lambda _, at=point, tower=module: vision_example.see(tower, at, dtype))
+                forward_calls.trace(
+                    module, lambda _, at=point, tower=module: forward_calls.encode_text(tower, at, dtype)
+                )
                 for point in points
             ]
         if depths == sample_points.depths_of(known)[0]:

@@ -6,7 +6,6 @@ import contextlib
 from dataclasses import dataclass, field
 
 from backend.catalog.spec import ModelSpec
-from backend.families.qwen_image import reference_sizes
 from backend.planner import history, predict_peak
 from backend.planner.costs.layout import Fixed
 from backend.planner.costs.model_sizes import ModelSizes, sizes_of
@@ -86,7 +85,6 @@ def not_larger(request: GenerationRequest, planned: GenerationRequest) -> bool:
 
 
 def _measures(request: GenerationRequest) -> tuple[float, ...]:
-    edited_sizes = reference_sizes.sizes_of_files(request.edit_images)
     words = (request.prompt, request.negative_prompt if request.guidance > 1 else "")
     return (
         request.width * request.height,
@@ -95,8 +93,7 @@ def _measures(request: GenerationRequest) -> tuple[float, ...]:
         max(len(one.encode()) for one in words),  # a letter of some scripts is a token or more
         lora_bytes(request),
         bool(request.input_image),
-        len(edited_sizes),
-        reference_sizes.reference_tokens(edited_sizes, reference_sizes.REFERENCE_PIXELS),
+        len(request.edit_images),
         request.step_cache > 0,
         request.compile,
         not request.fp8_products,  # blocks are cast where they are not multiplied with as they are

@@ -5,17 +5,32 @@ Shapes: B pictures, C latent channels, h x w latent cells (8 pixels a side), S =
 Qwen2.5-VL is two parts: its language half (`text_encoder`), and for the variants that edit its vision tower (`vision`). Its
 `lm_head` has no part in making a picture.
 
-Read: files, prompt_template, text_encoder, reference_sizes, reference_images, vae, cpu_attention, vision_example.
-Public: prompt_template, reference_sizes, cpu_attention, vision_example.
+Read: files, prompt_template, text_encoder, reference_geometry, reference_images, vae, cpu_attention, vision_example.
+Public: prompt_template, reference_geometry, cpu_attention, vision_example.
 """
 
 from __future__ import annotations
 
 import math
 
-from backend.catalog.family import Defaults, LoraTargets, NameMap, Part, SizeRule, TrainingSchedule
+from backend.catalog.family import (
+    CachedBlocks,
+    Defaults,
+    DrawSettings,
+    LoraTargets,
+    NameMap,
+    Part,
+    SizeRule,
+    TextSign,
+    Tokenizer,
+    TrainingSchedule,
+)
+from backend.families.qwen_image.cpu_attention import MAX_TOKENS as CPU_ATTENTION_TOKENS
+from backend.families.qwen_image.cpu_attention import use_cpu_attention
 from backend.families.qwen_image.files import (
+    EDIT_HINT,
     EDITING,
+    EDITS,
     LORA_SIGNS,
     SIGNATURES,
     VARIANT_CONFIG,
@@ -23,21 +38,58 @@ from backend.families.qwen_image.files import (
     original_vae,
     tell_variant,
 )
+from backend.families.qwen_image.prompt_template import count_tokens, most_tokens
+from backend.families.qwen_image.reference_geometry import (
+    edited_size,
+    reference_pixels,
+    reference_sizes,
+    reference_tokens,
+    seen_tokens,
+)
 from backend.families.qwen_image.reference_images import encode_references, load_processor
-from backend.families.qwen_image.reference_sizes import edited_size, reference_pixels, size_within
-from backend.families.qwen_image.text_encoder import MAX_TOKENS, encode_text, load_tokenizer, most_tokens
+from backend.families.qwen_image.text_encoder import encode_text, load_tokenizer, truncated
 from backend.families.qwen_image.vae import TILES, decode, encode_image, use_flat_convolutions
+from backend.families.qwen_image.vision_example import trace_encoder
 from backend.schema.messages import Trouble
 
 __all__ = [
-    "EDITING", "LORA_SIGNS", "MAX_TOKENS", "SIGNATURES", "TILES", "VARIANT_CONFIG", "config_from_shapes", "decode", "edited_size", "encode_image",
-    "encode_references", "encode_text", "load_processor", "load_tokenizer", "most_tokens", "reference_pixels", "size_within", "tell_variant",
-]  # fmt: skip
+    "CPU_ATTENTION_TOKENS",
+    "EDITS",
+    "EDIT_HINT",
+    "LORA_SIGNS",
+    "SIGNATURES",
+    "TILES",
+    "VARIANT_CONFIG",
+    "config_from_shapes",
+    "count_tokens",
+    "decode",
+    "edited_size",
+    "encode_image",
+    "encode_references",
+    "encode_text",
+    "load_processor",
+    "load_tokenizer",
+    "most_tokens",
+    "reference_pixels",
+    "reference_sizes",
+    "reference_tokens",
+    "seen_tokens",
+    "tell_variant",
+    "trace_encoder",
+    "truncated",
+    "use_cpu_attention",
+]
 
 NAME = "qwen_image"
 COUNTS_TOKENS = True  # the templates around a prompt are known: `qwen_prompt`
 TITLE = "Qwen-Image"
 WORDS = ("qwen-image", "qwen_image", "qwenimage")  # how metadata of LoRA files names it, in lower case
+
+PIPELINE = "QwenImagePipeline"
+PIPELINE_DEFAULTS = {"num_inference_steps": 30}  # as a script for DiffSynth-Studio that names none means
+
+DRAWS = True
+NOT_DRAWN = ("layered",)  # variants that need more than a prompt
 
 PARTS = {
     "dit": Part(
@@ -63,6 +115,8 @@ PARTS = {
         folder="text_encoder",
         phase="text",
         variants=EDITING,
+        for_pictures=True,
+        label="vision tower",
         blocks=("blocks",),
         config_key="vision_config",
         prefixes=("model.visual.", "visual."),
@@ -75,6 +129,7 @@ PARTS = {
         keep_precise=("norm",),
     ),
 }
+TOKENIZERS = {"tokenizer": Tokenizer("tokenizer", usual=("Qwen/Qwen-Image", "tokenizer/"))}
 
 NAME_MAPS = (NameMap("wan", "vae", original_vae()),)  # the transformer has one naming everywhere
 
@@ -107,11 +162,9 @@ SCHEDULER = {
     "time_shift_type": "exponential",
     "use_dynamic_shifting": True,
 }
-BLOCK_STREAMS = (
-    "transformer_blocks",
-    ("encoder_hidden_states", "hidden_states"),
-)  # what a block takes and gives; the picture's last
-NOT_DRAWN = ("layered",)  # variants that need more than a prompt
+CACHED_BLOCKS = (CachedBlocks("transformer_blocks", ("encoder_hidden_states", "hidden_states")),)
+COMPUTE_DTYPES = ("bfloat16", "float32")  # activations leave float16's range
+LORA_TEXT_SIGNS = (TextSign(r"(?:model_|language_model_)*layers_\d+_(?:self_attn|mlp)_", (3584, 18944)),)
 SIZES = SizeRule(multiple=16, pixels=1328 * 1328)
 TRAINING_SCHEDULE = TrainingSchedule(shift=math.exp(0.8), terminal=0.02)  # at every size, as DiffSynth-Studio trains it
 
@@ -122,7 +175,7 @@ def prepare(name: str, module) -> None:
         use_flat_convolutions(module)
 
 
-def collate(encodings: list[dict], *, device=None, dtype=None) -> dict:
+def collate(encodings, settings: DrawSettings, *, branch=None, device=None, dtype=None) -> dict:
     """Encodings of `encode_text` side by side: {"embeds": (B, L, D), "mask": (B, L) bool, or None where none is padded}, and, where
     encodings have "references" (of `encode_references`), those as a tuple of (B, C, h_i, w_i). Raises Trouble where they differ in shape."""
     import torch
@@ -154,7 +207,7 @@ def _references_together(references: list[tuple], *, device, dtype) -> tuple:
     return tuple(torch.stack(same).to(device=device, dtype=dtype) for same in zip(*references, strict=True))
 
 
-def predict(parts: dict, x, sigma, cond: dict):
+def predict(parts: dict, x, sigma, cond: dict, *, part: str = "dit", sigma_next=None):
     """The velocity (noise - picture) at `x` (B, C, h, w) and `sigma` (B,) in [0, 1], given `collate`'s `cond`. Differentiable.
 
     The tokens of `cond["references"]` stand behind the picture's, each reference in a grid of its own; Edit-2511 (`zero_cond_t`) takes
@@ -169,25 +222,26 @@ def predict(parts: dict, x, sigma, cond: dict):
     if references:
         tokens = torch.cat([tokens, *(pack(one.to(x.dtype)) for one in references)], dim=1)
     timestep = (sigma * 1000).to(x.dtype) / 1000  # in this order, so that it rounds as in diffusers
-    velocity = parts["dit"](
+    velocity = parts[part](
         hidden_states=tokens,
         timestep=timestep,
         encoder_hidden_states=cond["embeds"],
         encoder_hidden_states_mask=cond["mask"],
         img_shapes=[grids] * x.shape[0],
         return_dict=False,
+        **{name: cond[name] for name in ("additional_t_cond",) if name in cond},
     )[0]
     return unpack(velocity[:, : height * width], height, width)
 
 
-def guide(towards, away, scale: float):
+def guide(predictions, scale: float, *, x, sigma):
     """True classifier-free guidance on velocities (B, C, h, w): each token keeps the length it has without guidance."""
     import torch
 
-    height, width = towards.shape[-2] // 2, towards.shape[-1] // 2
-    towards, away = pack(towards), pack(away)
-    combined = away + scale * (towards - away)
-    lengths = torch.norm(towards, dim=-1, keepdim=True), torch.norm(combined, dim=-1, keepdim=True)
+    height, width = x.shape[-2] // 2, x.shape[-1] // 2
+    positive, negative = pack(predictions["positive"]), pack(predictions["negative"])
+    combined = negative + scale * (positive - negative)
+    lengths = torch.norm(positive, dim=-1, keepdim=True), torch.norm(combined, dim=-1, keepdim=True)
     return unpack(combined * (lengths[0] / lengths[1]), height, width)
 
 
@@ -205,23 +259,41 @@ def unpack(tokens, height: int, width: int):
     return x.reshape(batch, channels // 4, height * 2, width * 2)
 
 
-def latent_shape(width: int, height: int) -> tuple[int, int, int]:
-    """(C, h, w) of a picture of `width` x `height` pixels."""
-    return 16, 2 * (height // 16), 2 * (width // 16)
+def latent_shape(settings: DrawSettings) -> tuple[int, int, int]:
+    """(C, h, w) of a picture; 2 x 2 cells are one token, so both sides are even."""
+    return 16, 2 * (settings.height // 16), 2 * (settings.width // 16)
 
 
-def sigmas(scheduler: dict, num_steps: int, *, width: int, height: int):
+def sigmas(settings: DrawSettings, num_steps: int):
     """Noise levels (num_steps + 1,) float32 from 1 down to 0, as diffusers' scheduler with this configuration sets them."""
     import numpy
     from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-    wanted = dict(scheduler or SCHEDULER)
+    wanted = dict(settings.scheduler or SCHEDULER)
     if num_steps == 1:
         wanted["shift_terminal"] = None  # stretching a single level divides nothing by nothing
     schedule = FlowMatchEulerDiscreteScheduler.from_config(wanted)
     said = schedule.config
     slope = (said.max_shift - said.base_shift) / (said.max_image_seq_len - said.base_image_seq_len)
-    tokens = (height // 16) * (width // 16)
+    tokens = SIZES.tokens(settings.width, settings.height)
     mu = tokens * slope + said.base_shift - slope * said.base_image_seq_len
     schedule.set_timesteps(sigmas=numpy.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
     return schedule.sigmas
+
+
+def example_inputs(module, point, dtype):
+    """A point's tensors without numbers. Of Edit-2511 and Layered half of the rows are a reference, so that what only they compute is traced."""
+    import torch
+
+    batch, said = point["b"], module.config
+    shape = (batch, said.in_channels // 4, point["h"], point["w"])
+    cond = {"embeds": torch.empty(batch, point["t"], said.joint_attention_dim, dtype=dtype), "mask": None}
+    if batch > 1:
+        cond["mask"] = torch.ones(batch, point["t"], dtype=torch.bool)
+    if said.use_additional_t_cond:
+        cond["additional_t_cond"] = torch.zeros(batch, dtype=torch.long)
+    if said.use_additional_t_cond or said.zero_cond_t:
+        rows = 2 * (point["h"] // 4)
+        cond["references"] = (torch.empty(*shape[:2], rows, shape[3], dtype=dtype),)
+        shape = (*shape[:2], shape[2] - rows, shape[3])
+    return torch.empty(shape, dtype=dtype), torch.empty(batch), cond

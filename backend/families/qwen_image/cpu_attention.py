@@ -81,7 +81,7 @@ def _quarter(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
     return matrix
 
 
-def use(module: torch.nn.Module) -> bool:
+def use_cpu_attention(module: torch.nn.Module) -> bool:
     """Gives a transformer that has the stock joint attention this one; whether it had any."""
     found = [
         m
@@ -91,10 +91,3 @@ def use(module: torch.nn.Module) -> bool:
     for attention in found:
         attention.processor = PlainAttention()
     return bool(found)
-
-
-def plain_on_cpu(module: torch.nn.Module, *, tokens: int) -> bool:
-    """Gives a transformer with joint attention the plain one where that pays: on a CPU, for short sequences; whether it did."""
-    if next(module.parameters()).device.type != "cpu" or tokens > MAX_TOKENS:
-        return False
-    return use(module)

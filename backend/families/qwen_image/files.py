@@ -7,7 +7,7 @@ import math
 import re
 from pathlib import Path
 
-from backend.catalog.family import LoraSign, Rule, Signature
+from backend.catalog.family import EditRule, LoraSign, Rule, Signature
 from backend.schema.messages import Trouble
 
 LAYERED, EDIT_2511 = "time_text_embed.addition_t_embedding.weight", "__index_timestep_zero__"
@@ -75,6 +75,15 @@ TITLES = {
     "layered": "Qwen-Image-Layered",
 }
 EDITING = ("edit", "edit-2509", "edit-2511")  # variants that are given pictures
+_PROCESSOR = ("Qwen/Qwen-Image-Edit", "processor/")
+EDITS = {
+    "edit": EditRule(
+        most=1, usual_processor=_PROCESSOR, hint="Give one, or choose Qwen-Image-Edit-2509 or a later one."
+    ),
+    "edit-2509": EditRule(most=None, usual_processor=_PROCESSOR),
+    "edit-2511": EditRule(most=None, usual_processor=_PROCESSOR),
+}
+EDIT_HINT = "Choose a Qwen-Image-Edit model. A single file is known for one by that name, as in Qwen-Image-Edit-2509.safetensors."
 VARIANT_CONFIG = {"edit-2511": {"zero_cond_t": True}}
 _CLASSES = {  # of diffusers' pipelines, as model_index.json names them
     "QwenImageEditPipeline": "edit",

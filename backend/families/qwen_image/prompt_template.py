@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
+from backend.catalog.family import TokenCount
 from backend.catalog.models import token_count
 
 MAX_TOKENS = 512  # text tokens that condition a picture, as in diffusers' call
@@ -27,38 +27,40 @@ PICTURE = "<|vision_start|>{}<|vision_end|>"
 IMAGE_TOKEN = "<|image_pad|>"
 
 
-class Told(NamedTuple):
-    """Tokens of a prompt: as the text encoder reads it, and of what the transformer is given of it."""
-
-    read: int
-    given: int
-
-
 def shown_words(pictures: Sequence[str], *, plus: bool) -> str:
     """What stands before a prompt for pictures whose tokens are the words `pictures`; `plus`: they are numbered."""
     framed = [PICTURE.format(words) for words in pictures]
     return "".join(f"Picture {number}: {one}" for number, one in enumerate(framed, 1)) if plus else "".join(framed)
 
 
-def told(
-    folder: Path, prompts: Sequence[str], *, seen: Sequence[Sequence[int]] = (), plus: bool = True
-) -> list[Told] | None:
-    """Of each of `prompts`, by the tokenizer in `folder`; None where that cannot be read. `seen`: of each prompt, how many tokens each of its
-    pictures takes; `plus` as for `shown_words`."""
+def most_tokens(variant: str, *, pictures: bool = False) -> TokenCount:
+    """The most of a prompt's words that are read, with the template before them, and given to the transformer."""
+    prefix, most = (EDIT_PREFIX_TOKENS, MAX_EDIT_TOKENS) if pictures else (PREFIX_TOKENS, MAX_TOKENS)
+    return TokenCount(prefix + most, most)
+
+
+def count_tokens(
+    folders: Mapping[str, Path], prompts: Sequence[str], *, variant: str, seen: Sequence[Sequence[int]] = ()
+) -> list[TokenCount] | None:
+    """Of each of `prompts`, by the tokenizer in folders["tokenizer"]; None where that cannot be read. `seen`: of each prompt, how many tokens
+    each of its pictures takes."""
+    if "tokenizer" not in folders:
+        return None
     seen = list(seen) or [()] * len(prompts)
+    plus = variant != "edit"
     texts = [
         EDIT_TEMPLATE.format(shown_words([IMAGE_TOKEN] * len(some), plus=plus) + prompt)
         if some
         else TEMPLATE.format(prompt)
         for prompt, some in zip(prompts, seen, strict=True)
     ]
-    counted = token_count.counts(folder, texts)
+    counted = token_count.counts(folders["tokenizer"], texts)
     if counted is None:
         return None
     return [_cut(count, some) for count, some in zip(counted, seen, strict=True)]
 
 
-def _cut(count: int, seen: Sequence[int]) -> Told:
+def _cut(count: int, seen: Sequence[int]) -> TokenCount:
     prefix, most = (EDIT_PREFIX_TOKENS, MAX_EDIT_TOKENS) if seen else (PREFIX_TOKENS, MAX_TOKENS)
     read = min(count + sum(seen) - len(seen), prefix + sum(seen) + most)
-    return Told(read, max(read - prefix, 1))
+    return TokenCount(read, max(read - prefix, 1))

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backend.catalog.models.model_folder import processor_settings
-from backend.families.qwen_image.reference_sizes import (
+from backend.families.qwen_image.reference_geometry import (
     REFERENCE_PIXELS,
     SEEN_PIXELS,
     reference_pixels,
-    seen_pixels,
     size_within,
 )
 from backend.images.orientation import on_white
@@ -32,7 +31,7 @@ class Processor:
     seen_pixels: int = SEEN_PIXELS
 
 
-def load_processor(folder: Path, variant: str) -> Processor:
+def load_processor(folder: Path, variant: str, *, pixels: int | None = None) -> Processor:
     """The processor in `folder` for `variant` ("edit", "edit-2509", "edit-2511"). It needs no torchvision. Raises Trouble where there is none.
 
     A model that was trained with pictures of another area says so in its model_index.json: `_reference_pixels`.
@@ -42,12 +41,14 @@ def load_processor(folder: Path, variant: str) -> Processor:
     if processor_settings(folder) is None:
         sentence = f"{folder} holds no processor of pictures: no preprocessor_config.json in it."
         raise Trouble("missing_file", sentence, hint="Give the folder `processor` of a Qwen-Image-Edit.")
-    pixels = reference_pixels(folder.parent)
+    own, seen = reference_pixels(variant, folder.parent)
+    if pixels is not None:
+        seen = min(seen, pixels) if variant != "edit" else pixels
     images = Qwen2VLImageProcessorPil.from_pretrained(folder, local_files_only=True)
-    return Processor(images, variant != "edit", pixels, seen_pixels(variant, pixels))
+    return Processor(images, variant != "edit", pixels or own, seen)
 
 
-def encode_references(parts: dict, pictures, *, tiled: bool = False) -> tuple:
+def encode_references(parts: dict, pictures, *, settings=None, tiled: bool = False) -> tuple:
     """Normalised latents (C, h_i, w_i) of each of `pictures` (PIL), which are resized to an area of about a million pixels whatever size is
     drawn. Needs `vae` and `processor`. What `collate` takes as an encoding's "references". Differentiable. `tiled`: in pieces,
     for less memory."""

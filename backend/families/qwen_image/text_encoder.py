@@ -18,7 +18,7 @@ from backend.families.qwen_image.prompt_template import (
 from backend.schema.messages import Trouble
 
 
-def load_tokenizer(folder):
+def load_tokenizer(folder, name: str = "tokenizer"):
     """The tokenizer in `folder`. Raises Trouble where there is none: transformers would make one that knows no word."""
     from pathlib import Path
 
@@ -37,7 +37,9 @@ def load_tokenizer(folder):
     return Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
 
 
-def encode_text(parts: dict, prompts: list[str], *, device=None, pictures=None) -> list[dict]:
+def encode_text(
+    parts: dict, prompts, *, device=None, pictures=None, variant: str = "", negative: bool = False
+) -> list[dict]:
     """One encoding per prompt: {"embeds": (L, D)} on `device`. Needs `text_encoder` and `tokenizer`. Differentiable.
 
     `pictures`: of an edit variant, per prompt a tuple of PIL pictures (or nothing, for a prompt that stands alone); then also `vision`
@@ -64,13 +66,14 @@ def _tokens(tokenizer, text: str, limit: int) -> list[int]:
     return tokenizer(text, truncation=True, max_length=limit)["input_ids"]
 
 
-def most_tokens(parts: dict, pictures=()) -> tuple[int, int]:
-    """(how long an encoding is that was cut, how many tokens of words it then holds)."""
-    if not pictures:
-        return MAX_TOKENS, MAX_TOKENS
-    _, grids = reference_images.patches_of(parts["processor"], pictures)
-    merge = parts["processor"].images.merge_size
-    return MAX_EDIT_TOKENS + sum(reference_images.num_tokens(grid, merge) for grid in grids), MAX_EDIT_TOKENS
+def truncated(parts: dict, prompt: str, encoding: dict, pictures=()) -> int | None:
+    """How many tokens of the prompt's words were read, where the encoding is as long as it may be."""
+    most = MAX_EDIT_TOKENS if pictures else MAX_TOKENS
+    seen = 0
+    if pictures:
+        _, grids = reference_images.patches_of(parts["processor"], pictures)
+        seen = sum(reference_images.num_tokens(grid, parts["processor"].images.merge_size) for grid in grids)
+    return most if len(encoding["embeds"]) >= most + seen else None
 
 
 def _side_by_side(rows: list[list[int]], device):

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-KIND = "Qwen2_5_VisionTransformerPretrainedModel"
 
-
-def see(module: torch.nn.Module, point: dict, dtype: torch.dtype) -> torch.Tensor:
-    """A picture of as many patches as become `t` tokens, as nearly square as that goes, through a vision tower."""
+def trace_encoder(part: str, module: torch.nn.Module, point: dict, dtype: torch.dtype) -> torch.Tensor | None:
+    """A picture of as many patches as become `t` tokens, as nearly square as that goes, through the vision tower. The language half is
+    called as usual."""
+    if part != "vision":
+        return None
     import torch
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from transformers import vision_utils

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from backend.catalog.quantization.methods import is_quantized
 from backend.catalog.spec import ModelSpec, PartSpec
-from backend.families.qwen_image import reference_sizes
+from backend.families import by_name
 from backend.planner.costs import untraced_model
 from backend.planner.costs.layout import DENOISERS
 from backend.planner.costs.quantized_bytes import saved_bytes
@@ -130,7 +130,7 @@ class ModelSizes:
     published: bool = False  # from what is published rather than from files
     estimating: tuple[str, ...] = ()  # parts whose working memory no table knows
     variant: str = ""
-    tokenizer: Path | None = None  # its folder, where the model has one
+    tokenizers: dict[str, Path] = field(default_factory=dict)  # name -> folder, of those that the model has
     presumed: tuple[str, ...] = ()  # parts that were not read from files: as published
     absent: tuple[str, ...] = ()  # parts that are needed and of which nothing is known
 
@@ -330,8 +330,8 @@ def _of_spec(spec: ModelSpec, folder: Path | None) -> ModelSizes:
     geometry = variant.get("geometry") or facts.get("geometry") or {"compression": 8, "patch": 2, "video": False}
     defaults = dict(variant.get("defaults", {}))
     if "reference_pixels" in defaults:
-        defaults["reference_pixels"] = pixels = reference_sizes.reference_pixels(_root(spec))
-        defaults["seen_pixels"] = reference_sizes.seen_pixels(spec.variant, pixels)
+        both = by_name(spec.family).reference_pixels(spec.variant, _root(spec))
+        defaults["reference_pixels"], defaults["seen_pixels"] = both
     return ModelSizes(
         spec.family,
         spec.title,
@@ -340,7 +340,7 @@ def _of_spec(spec: ModelSpec, folder: Path | None) -> ModelSizes:
         defaults,
         estimating=estimating,
         variant=spec.variant,
-        tokenizer=spec.tokenizer,
+        tokenizers=spec.tokenizers,
         presumed=presumed,
         absent=tuple(absent),
     )

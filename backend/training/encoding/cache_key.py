@@ -148,11 +148,9 @@ def _read_index(index: Path) -> dict[str, list]:
 
 def _code(base: Base) -> str:
     """A hash of the code that encodes, and the libraries' versions."""
-    encoding = (
-        getattr(base.family, name, None)
-        for name in ("encode_text", "encode_image", "encode_references", "load_processor")
-    )
-    own = {base.family.__name__, *(function.__module__ for function in encoding if function is not None)}
+    family = base.family
+    encoding = (family.encode_text, family.encode_image, family.encode_references, family.load_processor)
+    own = {function.__module__ for function in encoding}
     return key_of(*map(_source_digest, sorted({*own, *CODE})), *_versions(LIBRARIES))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,6 +23,11 @@ from backend.training.encoding.sample_source import Sample, Source, worded
 from backend.training.model.base_model import Base
 
 Told = tuple[str, tuple[str, ...]]  # a prompt, and the keys of the pictures that go with it
+
+
+def encoders_of(base: Base, *, pictures: bool = False) -> tuple[str, ...]:
+    """The parts that a prompt goes through; `pictures`: where some go with it."""
+    return base.family.parts_of("text", base.spec.variant, pictures=pictures)
 
 
 def is_editing(base: Base) -> bool:
@@ -115,7 +119,7 @@ def add_samples(source: Source, base: Base, load: Parts, wishes: Wishes) -> None
         ]
         return
     counts = zip(map("The sample of {!r}".format, prompts), map(len, named), strict=True)
-    check_counts(counts, variant=base.spec.variant, title=base.spec.title)
+    check_counts(counts, base.family, variant=base.spec.variant, title=base.spec.title)
     wanted, key = {}, _namer(wishes, load([])["processor"].reference_pixels)
     for prompt, pictures in zip(prompts, named, strict=True):
         some = {key(one): one for one in whole(pictures)}
@@ -137,7 +141,7 @@ def _size_like(picture, data, base: Base) -> tuple[int, int]:
         height=data.height,
         width=data.width,
         max_pixels=data.max_pixels,
-        multiple=base.family.SIZES.multiple,
+        multiple=base.family.sizes(base.spec.variant).multiple,
         snap=False,
     )
 
@@ -162,16 +166,17 @@ def fill_told(source: Source, base: Base, load: Parts, wishes: Wishes, told: Ite
     """Sees to it that everything told has its encoding; a text encoder is needed only for what has none."""
     named = {worded(*one): one for one in dict.fromkeys(told)}
     seeing = any(references for _, references in named.values())
-    words = wishes.made_by("text_encoder")
-    eyes = (wishes.made_by("vision"), source.processor) if seeing else ()
+    words = tuple(map(wishes.made_by, encoders_of(base))) + base.family.cache_key(base.spec.variant)
+    seers = [name for name in encoders_of(base, pictures=True) if name not in encoders_of(base)]
+    eyes = (*map(wishes.made_by, seers), source.processor) if seeing else ()
     keys = {
-        name: key_of(prompt, words, *((*eyes, *references) if references else ()))
+        name: key_of(prompt, *words, *((*eyes, *references) if references else ()))
         for name, (prompt, references) in named.items()
     }
     source.texts = {**(source.texts or {}), **keys}
 
     def work(missing: dict[str, Told]) -> None:
-        parts = load(["text_encoder", *(["vision"] if seeing else [])])
+        parts = load(encoders_of(base, pictures=seeing))
 
         @torch.no_grad()
         def encode(some: list[Told]) -> list[dict]:
@@ -184,18 +189,14 @@ def fill_told(source: Source, base: Base, load: Parts, wishes: Wishes, told: Ite
 
 def encode_told(some: list[Told], parts: dict, source: Source, base: Base) -> list[dict]:
     """The family's encodings of prompts and the pictures that go with them."""
-    device = next(parts["text_encoder"].parameters()).device
-    prompts = [prompt for prompt, _ in some]
-    if not any(references for _, references in some):
-        return base.family.encode_text(parts, prompts, device=device)
-    pictures = [tuple(open_shown(source.shown[key]) for key in references) for _, references in some]
-    return base.family.encode_text(parts, prompts, device=device, pictures=pictures)
+    device = next(parts[encoders_of(base)[0]].parameters()).device
+    prompts, given = [prompt for prompt, _ in some], {}
+    if any(references for _, references in some):
+        given["pictures"] = [tuple(open_shown(source.shown[key]) for key in references) for _, references in some]
+    return base.family.encode_text(parts, prompts, device=device, variant=base.spec.variant, **given)
 
 
 def processor_of(folder: Path, base: Base, *, pixels: int | None) -> tuple[object, str]:
     """The model's processor in `folder`, which brings pictures to an area of `pixels` where that is given, and a hash of its settings."""
-    found = base.family.load_processor(folder, base.spec.variant)
-    if pixels is not None:
-        seen = min(found.seen_pixels, pixels) if found.plus else pixels
-        found = replace(found, reference_pixels=pixels, seen_pixels=seen)
+    found = base.family.load_processor(folder, base.spec.variant, pixels=pixels)
     return found, key_of(folder_digest(folder), found.reference_pixels, found.seen_pixels)

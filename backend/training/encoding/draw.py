@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
+from backend.catalog.family import DrawSettings, Encoding, Family, Latents, each_stream
+from backend.engine.pipeline.guidance import guided
 from backend.engine.pipeline.image_tensors import to_picture
 from backend.engine.pipeline.sampler import noise, sample
 from backend.images.png_metadata import save_png
@@ -17,40 +18,43 @@ from backend.training.encoding.encoding_cache import changed
 
 @torch.no_grad()
 def draw_latents(
-    family: ModuleType,
+    family: Family,
     parts: dict,
-    scheduler: dict,
-    towards: Sequence[dict],
-    away: Sequence[dict],
+    settings: DrawSettings,
+    positive: Sequence[Encoding],
+    negative: Sequence[Encoding],
     *,
     seeds: Sequence[int],
     steps: int,
-    guidance: float,
-    size: tuple[int, int],
     dtype: torch.dtype,
     together: bool = True,
-) -> torch.Tensor:
-    """Latents (N, C, h, w) of pictures of `size` (height, width), by the same functions as the engine's: one for each encoding and seed, led
-    from the one of `away` in its place. `together`: the halves of guidance in one pass, else in two, for less memory."""
-    height, width = size
-    device = next(parts["dit"].parameters()).device
-    parts = {**parts, "dit": Computing(parts["dit"], dtype)}
-    guiding = guidance > 1
-    groups = [towards] if not guiding else [[*towards, *away]] if together else [towards, away]
-    conditions = [
-        family.collate([changed(one, lambda value: value.to(device, dtype)) for one in group], device=device)
-        for group in groups
-    ]
+) -> Latents:
+    """Latents (N, C, h, w) of pictures as `settings` say, by the engine's own sampler and guidance: one for each encoding and seed, led from the
+    one of `negative` in its place. `together`: the branches of guidance in one pass, else one after the other, for less memory."""
+    networks = [name for name in family.parts_of("denoise", settings.variant) if name in parts]
+    device = next(parts[networks[0]].parameters()).device
+    parts = parts | {name: Computing(parts[name], dtype) for name in networks}
 
-    def denoise(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-        if guiding and together:
-            x, sigma = torch.cat([x, x]), torch.cat([sigma, sigma])
-        halves = torch.cat([family.predict(parts, x, sigma, condition) for condition in conditions])
-        return family.guide(*halves.chunk(2), guidance) if guiding else halves
+    def there(value: torch.Tensor) -> torch.Tensor:
+        return value.to(device, dtype) if value.is_floating_point() else value.to(device)
 
-    shape = family.latent_shape(width, height)
-    x = torch.cat([noise(shape, torch.Generator().manual_seed(seed), device=device, dtype=dtype) for seed in seeds])
-    return sample(denoise, x, family.sigmas(scheduler, steps, width=width, height=height))
+    denoise = guided(
+        family,
+        parts,
+        {
+            name: [changed(one, there) for one in some]
+            for name, some in (("positive", positive), ("negative", negative))
+        },
+        settings,
+        num_steps=steps,
+        device=device,
+        together=together,
+    )
+    shape, kept = family.latent_shape(settings), torch.float32 if family.FLOAT32_LATENTS else dtype
+    each = [noise(shape, torch.Generator().manual_seed(seed), device=device, dtype=kept) for seed in seeds]
+    sigmas = family.sigmas(settings, steps)
+    x = family.initial(each_stream(lambda *some: torch.cat(some), *each), sigmas, settings)
+    return sample(denoise, x, sigmas, method=family.SAMPLERS[0])
 
 
 def num_at_once(size: tuple[int, int]) -> int:
@@ -65,6 +69,9 @@ class Computing:
         self.module, self.dtype = module, dtype
         self.parameters = module.parameters
 
+    def __getattr__(self, name: str):
+        return getattr(self.module, name)
+
     def __call__(self, *arguments, **named):
         device = next(self.module.parameters()).device.type
         with torch.autocast(device, dtype=self.dtype, enabled=self.dtype != torch.float32):
@@ -73,7 +80,7 @@ class Computing:
 
 @torch.no_grad()
 def save_sample(
-    family: ModuleType, parts: dict, latents: torch.Tensor, path: Path, settings: dict, *, tiled: bool = False
+    family: Family, parts: dict, latents: torch.Tensor, path: Path, settings: dict, *, tiled: bool = False
 ) -> None:
     weights = next(parts["vae"].parameters())
     pixels = family.decode(parts, latents.to(weights.device, weights.dtype), tiled=tiled)

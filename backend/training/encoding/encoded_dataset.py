@@ -15,9 +15,9 @@ from backend.schema.untrusted import exists, read_bytes
 from backend.system.durable_files import write_text
 from backend.training.encoding.conditioning import is_editing
 from backend.training.encoding.encoding_cache import Store, View
-from backend.training.encoding.prepare import schedules
 from backend.training.encoding.sample_source import Source
 from backend.training.model.base_model import Base
+from backend.training.model.flow_matching_loss import NoiseLevels
 
 TABLE = "encodings.json"
 MOST_TABLE_BYTES = 2**29
@@ -180,8 +180,7 @@ def read(folder: Path, base: Base, config) -> Source:
         latent_store=Store(folder / "latents"),
         text_store=Store(folder / "texts"),
         config=config,
-        schedule=schedules(base),
-        training_schedule=base.family.TRAINING_SCHEDULE,
+        levels=NoiseLevels(base.family, base.spec),
         references=references,
         reference_sizes=reference_sizes,
     )

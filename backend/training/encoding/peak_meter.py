@@ -125,7 +125,7 @@ class Peaks:
         """Of a prompt with the pictures that go with it; 0 for one that is encoded in each step."""
         name = worded(prompt, references)
         if name not in self._tokens:
-            source = self.run.source
+            run, source = self.run, self.run.source
             known = source.texts is not None and name in source.texts
-            self._tokens[name] = len(source.text(prompt, references)["embeds"]) if known else 0
+            self._tokens[name] = run.base.family.num_tokens(source.text(prompt, references)) if known else 0
         return self._tokens[name]

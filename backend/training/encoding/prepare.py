@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from backend.training.encoding.encoding_cache import Store, View, fill_latents, 
 from backend.training.encoding.prior_preservation import add_drawn
 from backend.training.encoding.sample_source import Source
 from backend.training.model.base_model import Base
+from backend.training.model.flow_matching_loss import NoiseLevels
 
 
 def prepare_source(
@@ -52,13 +52,12 @@ def prepare_source(
         config=config,
         latent_store=Store(folder and folder / "latents", shared=shared),
         text_store=Store(folder and folder / "texts"),
-        schedule=schedules(base),
-        training_schedule=base.family.TRAINING_SCHEDULE,
+        levels=NoiseLevels(base.family, base.spec),
         reference_sizes=[()] * len(items),
         processor=processor,
     )
     counts = ((item.path.name, len(item.edits)) for item in items)
-    check_counts(counts, variant=base.spec.variant, title=base.spec.title)
+    check_counts(counts, base.family, variant=base.spec.variant, title=base.spec.title)
     check_cuts(items, sizes, crops=section.crops, zoom=section.crop_zoom)
     _fill_pictures(source, base, load, wishes)
     if is_editing(base):
@@ -80,19 +79,9 @@ def _size(item: Item, section, base: Base, batch_size: int) -> tuple[int, int]:
         height=section.height,
         width=section.width,
         max_pixels=section.max_pixels,
-        multiple=base.family.SIZES.multiple,
+        multiple=base.family.sizes(base.spec.variant).multiple,
         snap=batch_size > 1,
     )
-
-
-def schedules(base: Base) -> Callable[..., torch.Tensor]:
-    """`schedule(size, steps)`: the model's own noise levels, remembered."""
-
-    @functools.cache
-    def schedule(size: tuple[int, int], steps: int = 1000) -> torch.Tensor:
-        return base.family.sigmas(base.spec.scheduler, steps, width=size[1], height=size[0])
-
-    return schedule
 
 
 def _fill_pictures(source: Source, base: Base, load: Parts, wishes: Wishes) -> None:

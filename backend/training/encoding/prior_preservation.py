@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from backend.dataset.dataset import Item
 from backend.dataset.generated_prompts import EMPTY, prior_prompts
 from backend.engine.devices.oom_retry import Fewer, attempt
-from backend.training.encoding.conditioning import encode_told
+from backend.training.encoding.conditioning import encode_told, encoders_of
 from backend.training.encoding.distributed_encoding import Parts, Wishes, in_shares
 from backend.training.encoding.draw import draw_latents, num_at_once
 from backend.training.encoding.encoding_cache import View, key_of
@@ -30,7 +31,7 @@ def add_drawn(source: Source, base: Base, load: Parts, wishes: Wishes) -> None:
     prompts = prior_prompts(section, editing=bool(source.references))
     size = max(set(source.sizes), key=source.sizes.count)
     drawn_by = [
-        *(wishes.made_by(name) for name in ("dit", "text_encoder", *(["vision"] if source.references else []))),
+        *(wishes.made_by(name) for name in ("dit", *encoders_of(base, pictures=bool(source.references)))),
         source.processor if source.references else "",
         json.dumps(base.spec.scheduler, sort_keys=True),
         PRIOR_STEPS,
@@ -67,7 +68,7 @@ def add_drawn(source: Source, base: Base, load: Parts, wishes: Wishes) -> None:
 def _draw_missing(missing: dict, source: Source, base: Base, load: Parts, wishes: Wishes) -> None:
     """Draws {key: (prompt, seed, references, size)}: several at once where they are edited from nothing, and so have all one size."""
     editing = any(references for _, _, references, _ in missing.values())
-    parts = load(["text_encoder", "dit", *(["vision"] if editing else [])])
+    parts = load([*encoders_of(base, pictures=editing), "dit"])
     told = {(prompt, references) for prompt, _, references, _ in missing.values()}
     empty = {(EMPTY, references) for _, references in told}
     groups = [[one] for one in sorted(told | empty)] if editing else [sorted(empty), sorted(told)]
@@ -79,13 +80,11 @@ def _draw_missing(missing: dict, source: Source, base: Base, load: Parts, wishes
         return draw_latents(
             base.family,
             parts,
-            base.spec.scheduler,
+            replace(source.levels.settings(some[0][3]), guidance=source.config.prior.prior_guidance),
             [source.with_references(words[prompt, references], references) for prompt, _, references, _ in some],
             [source.with_references(words[EMPTY, references], references) for _, _, references, _ in some],
             seeds=[seed for _, seed, _, _ in some],
             steps=PRIOR_STEPS,
-            guidance=source.config.prior.prior_guidance,
-            size=some[0][3],
             dtype=wishes.dtype,
             together=together,
         )

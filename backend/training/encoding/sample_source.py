@@ -9,7 +9,6 @@ from random import Random
 
 import torch
 
-from backend.catalog.family import TrainingSchedule
 from backend.dataset.bucket_sampler import Batch
 from backend.dataset.captions import drawn
 from backend.dataset.crops import cut
@@ -18,7 +17,7 @@ from backend.dataset.reference_images import Shown
 from backend.schema.messages import Trouble
 from backend.training.encoding.encoding_cache import Store, View, read_mask
 from backend.training.encoding.open_images import open_shown
-from backend.training.model.flow_matching_loss import Draws, draw, seed_of, training_levels
+from backend.training.model.flow_matching_loss import Draws, NoiseLevels, draw, seed_of
 from backend.training.model.training_module import Material
 
 
@@ -42,12 +41,12 @@ class Source:
     latent_store: Store
     text_store: Store
     config: object
-    schedule: Callable[..., torch.Tensor]  # (size, steps) -> the model's own noise levels
-    training_schedule: TrainingSchedule
+    levels: NoiseLevels
     references: dict[View, tuple[str, ...]] = field(default_factory=dict)  # view -> keys of what it is edited from
     reference_sizes: list[tuple[tuple[int, int], ...]] = field(default_factory=list)  # of each item (height, width)
     shown: dict[str, Shown] = field(default_factory=dict)  # key of a reference -> the picture it was made of
     samples: list[Sample] = field(default_factory=list)
+    trained: tuple[str, ...] = ()  # the parts whose weights or adapters train
     processor: str = ""  # a hash of how pictures are prepared for the text encoder
 
     @property
@@ -114,26 +113,35 @@ class Source:
                 config.loss,
                 seed=seed,
                 schedule=self._practised(size),
+                table=self.levels.table(size),
+                within=self._within(),
             ),
             weights=torch.tensor([scale * self._counts(number) for number in batch.items]),
             mask=torch.stack(masks) if masks else None,
             levels=levels,
+            settings=self.levels.settings(size),
         )
 
     def _practised(self, size: tuple[int, int]) -> torch.Tensor | None:
         """The noise levels that are drawn evenly, where a schedule says them."""
         match self.config.loss.timestep_sampling:
             case "scheduler":
-                return training_levels(self.training_schedule)
+                return self.levels.practised(size)
             case "shifted":
-                return self.schedule(size)[:-1]
+                return self.levels.drawn(size)[:-1]
         return None
+
+    def _within(self) -> tuple[float, float]:
+        """The noise levels of the part that trains, of a model with experts for ranges of them."""
+        family, variant = self.levels.family, self.levels.spec.variant
+        part = next((name for name in family.parts_of("denoise", variant) if name in self.trained), "dit")
+        return family.sigma_range(part, variant)
 
     def _steps(self, size: tuple[int, int], steps: int) -> torch.Tensor:
         """(steps + 1,): the noise levels between which a student draws."""
         if self.config.loss.timestep_sampling == "scheduler":
-            return torch.cat([training_levels(self.training_schedule, steps), torch.zeros(1)])
-        return self.schedule(size, steps)
+            return torch.cat([self.levels.practised(size, steps), torch.zeros(1)])
+        return self.levels.drawn(size, steps)
 
     def _start(self, batch: Batch, shape) -> Draws:
         """Where a student begins: the very noise from which its teacher drew the picture, if the dataset tells its seed."""

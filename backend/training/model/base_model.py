@@ -124,8 +124,7 @@ def load_parts(
                 module.to(device)
         if name in trained:
             _own_weights(module)
-        if hasattr(base.family, "prepare"):
-            base.family.prepare(name, module)
+        base.family.prepare(name, module)
         parts[name] = module
     return parts
 

@@ -1,7 +1,7 @@
 """Noise, noise levels and the loss. What is drawn for a sample depends on the seed and its place in the run alone.
 
 So N processes with M batches each draw what one process with N * M batches does, and a resumed run goes on as if it had never
-stopped. Flow matching: x = (1 - sigma) picture + sigma noise, the network learns noise - picture.
+stopped. How latents are noised and what the network learns, the family says (`noised`, `target`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from backend.catalog.family import TrainingSchedule
+from backend.catalog.family import DrawSettings, Family, Prediction, TrainingSchedule, settings_of
+from backend.catalog.spec import ModelSpec
 
 NUM_LEVELS = 1000  # of a training schedule
+FLOW = Prediction()
 
 
 @dataclass(frozen=True)
@@ -56,19 +58,63 @@ def seed_of(*words) -> int:
     return int.from_bytes(hashlib.blake2b("/".join(map(str, words)).encode(), digest_size=8).digest(), "big") >> 1
 
 
+class NoiseLevels:
+    """The noise levels of one model: those that it draws with, and those that a run practises."""
+
+    def __init__(self, family: Family, spec: ModelSpec):
+        self.family, self.spec = family, spec
+        self._drawn: dict[tuple, torch.Tensor] = {}
+
+    def settings(self, size: tuple[int, int]) -> DrawSettings:
+        """What the family is told of a sample of `size` (height, width)."""
+        scale = self.family.guidance(self.spec.variant).training
+        return settings_of(self.spec, width=size[1], height=size[0], guidance=scale)
+
+    def drawn(self, size: tuple[int, int], steps: int = NUM_LEVELS) -> torch.Tensor:
+        """(steps + 1,): those of drawing in so many steps."""
+        if (size, steps) not in self._drawn:
+            self._drawn[size, steps] = self.family.sigmas(self.settings(size), steps)
+        return self._drawn[size, steps]
+
+    def practised(self, size: tuple[int, int], count: int = NUM_LEVELS) -> torch.Tensor:
+        """(count,): those of the training schedule."""
+        own = self.family.training_levels(self.settings(size), count)
+        return training_levels(self.family.TRAINING_SCHEDULE, count) if own is None else own
+
+    def table(self, size: tuple[int, int]) -> torch.Tensor | None:
+        """(N,): what a share of the way from 1 (noise) to 0 stands for, where that is not the level itself."""
+        said = self.family.prediction(self.spec.variant, self.spec.scheduler)
+        return None if said.noising == "flow" else self.practised(size)
+
+
 def draw(
-    shape: Sequence[int], places: Sequence[int], section, *, seed: int, schedule: torch.Tensor | None = None
+    shape: Sequence[int],
+    places: Sequence[int],
+    section,
+    *,
+    seed: int,
+    schedule: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
+    within: tuple[float, float] = (0.0, 1.0),
 ) -> Draws:
-    """Noise of `shape` (C, h, w) and a noise level for each place. `schedule` (N,): the levels of "scheduler" and "shifted", drawn evenly."""
+    """Noise of `shape` (C, h, w) and a noise level for each place. `schedule` (N,): the levels of "scheduler" and "shifted", drawn evenly.
+    `table` (N,): what the levels of all others stand for. `within`: the levels that are practised, of an expert for a range of them."""
     noise, sigma = [], []
     for place in places:
         generator = torch.Generator().manual_seed(seed_of(seed, place, "noise"))
-        sigma.append(_level(section, generator, schedule))
+        sigma.append(_within(_level(section, generator, schedule, table), *within))
         noise.append(torch.randn(tuple(shape), generator=generator))
     return Draws(noise=torch.stack(noise), sigma=torch.stack(sigma))
 
 
-def _level(section, generator: torch.Generator, schedule: torch.Tensor | None) -> torch.Tensor:
+def _within(level: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """A level of the whole range brought to a part of it, in proportion."""
+    return level if (low, high) == (0.0, 1.0) else low + (high - low) * level
+
+
+def _level(
+    section, generator: torch.Generator, schedule: torch.Tensor | None, table: torch.Tensor | None
+) -> torch.Tensor:
     choice, share = torch.rand(2, generator=generator)
     normal = torch.randn((), generator=generator)
     if choice < section.high_noise_share:
@@ -80,33 +126,44 @@ def _level(section, generator: torch.Generator, schedule: torch.Tensor | None) -
     elif section.timestep_sampling in ("scheduler", "shifted"):
         assert schedule is not None
         level = schedule[(share * len(schedule)).long().clamp_max(len(schedule) - 1)]
+        return level if table is not None else level.clamp(1e-4, 1.0)
     else:
         level = share
-    return level.clamp(1e-4, 1.0)
+    level = level.clamp(1e-4, 1.0)
+    return level if table is None else table[((1 - level) * len(table)).long().clamp_max(len(table) - 1)]
 
 
-def level_weight(sigma: torch.Tensor, section, schedule: TrainingSchedule) -> torch.Tensor:
+def level_weight(sigma: torch.Tensor, section, schedule: TrainingSchedule, said: Prediction = FLOW) -> torch.Tensor:
     """Weight (B,) of samples at `sigma` (B,). "scheduler": the bell of DiffSynth-Studio's `set_training_weight`, 0 at the least and 1 in the
-    mean over the levels of the family's training schedule."""
-    if section.loss_weighting == "scheduler":
+    mean over the levels of the family's training schedule; even weights where noise is added without bound."""
+    if section.loss_weighting == "scheduler" and said.noising == "flow":
         least, mean = _bell_over(schedule)
         return (_bell(sigma) - least).clamp_min(0) / mean
     if (
         section.loss_weighting == "min_snr"
-    ):  # Hang et al. 2023, for the error of the velocity: x0's error is sigma times it
-        ratio = ((1 - sigma) / sigma.clamp_min(1e-4)) ** 2
-        return ratio.clamp_max(section.min_snr_gamma) * sigma**2
+    ):  # Hang et al. 2023, for the error of x0, which is a multiple of what is predicted
+        signal = (1 - sigma) if said.noising == "flow" else torch.ones_like(sigma)
+        ratio = (signal / sigma.clamp_min(1e-4)) ** 2
+        least = ratio.clamp_max(section.min_snr_gamma)
+        return least * _x0_error(sigma, ratio, said)
     return torch.ones_like(sigma)
 
 
-def noisy(pictures: torch.Tensor, draws: Draws) -> torch.Tensor:
-    sigma = draws.sigma.view(-1, *[1] * (pictures.ndim - 1))
-    return (1 - sigma) * pictures + sigma * draws.noise
+def _x0_error(sigma: torch.Tensor, ratio: torch.Tensor, said: Prediction) -> torch.Tensor:
+    """The square of x0's error for an error of 1 of what is predicted."""
+    match said.kind:
+        case "velocity":
+            return sigma**2
+        case "epsilon":
+            return 1 / ratio
+        case "v":
+            return 1 / (ratio + 1)
+    return torch.ones_like(sigma)
 
 
-def errors(velocity: torch.Tensor, target: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+def errors(prediction: torch.Tensor, target: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     """Mean squared error of each sample (B,) in float32; with `mask` (B, 1, h, w) a mean weighted by it."""
-    squares = (velocity.float() - target.float()) ** 2
+    squares = (prediction.float() - target.float()) ** 2
     if mask is None:
         return squares.flatten(1).mean(1)
     weighted = (squares * mask).flatten(1).mean(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from backend.catalog.hub.download import resolve
@@ -9,24 +11,34 @@ from backend.catalog.models import model_folder
 from backend.schema.messages import Trouble
 from backend.training.model.base_model import Base
 
-# Where they come from if they lie beside none of the parts: a script names parts of several models, and says nothing of these.
-USUAL = {"tokenizer": ("Qwen/Qwen-Image", "tokenizer/"), "processor": ("Qwen/Qwen-Image-Edit", "processor/")}
 
-
-def tokenizer_folder(section, base: Base) -> Path:
-    """The tokenizer that the config names, or the one beside the model or one of its parts. Raises Trouble where there is none."""
-    return _folder("tokenizer", section.tokenizer_path, base.spec.tokenizer, base)
+def tokenizer_folders(section, base: Base) -> dict[str, Path]:
+    """Name -> folder of each of the family's tokenizers: the one that the config names, of the first, or those beside the model or one of its
+    parts. Raises Trouble where there is none."""
+    first = next(iter(base.family.TOKENIZERS))
+    return {
+        name: _folder(
+            "tokenizer",
+            section.tokenizer_path if name == first else None,
+            base.spec.tokenizers.get(name) or _beside(base, partial(model_folder.tokenizer_in, name=described.folder)),
+            described.usual,
+            base,
+        )
+        for name, described in base.family.TOKENIZERS.items()
+    }
 
 
 def processor_folder(section, base: Base) -> Path:
     """The processor in the same way."""
-    return _folder("processor", section.processor_path, base.spec.processor, base)
+    usual = base.family.EDITS[base.spec.variant].usual_processor
+    own = base.spec.processor or _beside(base, model_folder.processor_in)
+    return _folder("processor", section.processor_path, own, usual, base)
 
 
-def _folder(kind: str, named: str | None, own: Path | None, base: Base) -> Path:
-    found = _named(named) if named else own or _beside(kind, base)
-    if found is None and base.entries and base.spec.family == "qwen_image":
-        return resolve(*USUAL[kind])[0]
+def _folder(kind: str, named: str | None, own: Path | None, usual: tuple, base: Base) -> Path:
+    found = _named(named) if named else own
+    if found is None and base.entries and usual:
+        return resolve(*usual)[0]
     if found is None or not found.is_dir():
         raise Trouble(
             "missing_file",
@@ -43,8 +55,7 @@ def _named(text: str) -> Path:
     return resolve(model, pattern)[0]
 
 
-def _beside(kind: str, base: Base) -> Path | None:
-    """The one in the folder of any part's model, for parts that were given one by one."""
-    look = model_folder.tokenizer_in if kind == "tokenizer" else model_folder.processor_in
+def _beside(base: Base, look: Callable[[Path], Path | None]) -> Path | None:
+    """What `look` finds in the folder of any part's model, for parts that were given one by one."""
     roots = [file.parent.parent for part in base.spec.parts.values() for file in part.files[:1]]
     return next((found for root in roots if (found := look(root)) is not None), None)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
-from backend.training.model.flow_matching_loss import Draws, errors, level_weight, noisy
+from backend.catalog.family import Conditioning, DrawSettings, Family
+from backend.training.model.flow_matching_loss import Draws, errors, level_weight
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,7 @@ class Material:
     prompts: tuple[str, ...]
     encodings: list[dict] | None
     draws: Draws
+    settings: DrawSettings  # the size of its pictures, and what the model's family asks of it
     weights: torch.Tensor  # (B,) what each sample counts
     mask: torch.Tensor | None = None  # (B, 1, h, w)
     references: list[tuple[torch.Tensor, ...]] | None = None  # of each sample, (C, h, w) of what it is edited from
@@ -53,16 +57,22 @@ class Learner(torch.nn.Module):
     """
 
     def __init__(
-        self, family, parts: dict[str, torch.nn.Module], *, tokenizer=None, processor=None, dtype: torch.dtype
+        self,
+        family: Family,
+        parts: dict[str, torch.nn.Module],
+        *,
+        readers: Mapping[str, object] = MappingProxyType({}),
+        dtype: torch.dtype,
     ):
+        """`readers`: tokenizers by their names, and of models that work from pictures "processor"."""
         super().__init__()
         self.parts = torch.nn.ModuleDict(parts)
-        self.family, self.tokenizer, self.processor, self.dtype = family, tokenizer, processor, dtype
+        self.family, self.readers, self.dtype = family, dict(readers), dtype
         self.lean = False  # the adapters compute in `dtype` by themselves
         self.casts = False  # casting is left to this module, not to what wraps it
 
     def named_parts(self) -> dict:
-        return {**self.parts, "tokenizer": self.tokenizer, "processor": self.processor}
+        return {**self.parts, **self.readers}
 
     def _casting(self, device: torch.device):
         """With lean adapters the network computes as when a picture is drawn; other weights that train are float32 and need autocast."""
@@ -72,41 +82,64 @@ class Learner(torch.nn.Module):
         wanted = self.casts and self.dtype != torch.float32
         return torch.autocast(device.type, dtype=self.dtype) if wanted else contextlib.nullcontext()
 
-    def condition(self, material: Material):
-        device = material.latents.device
+    def condition(self, material: Material) -> Conditioning:
+        device, settings = material.latents.device, material.settings
         encodings = material.encodings
         if encodings is None:
-            frozen = not any(weight.requires_grad for weight in self.parts["text_encoder"].parameters())
+            encoders = self.family.parts_of("text", settings.variant, pictures=bool(material.pictures))
+            weights = (weight for name in encoders for weight in self.parts[name].parameters())
+            frozen = not any(weight.requires_grad for weight in weights)
             with torch.no_grad() if frozen else contextlib.nullcontext():
                 seen = {"pictures": material.pictures} if material.pictures else {}
-                encodings = self.family.encode_text(self.named_parts(), list(material.prompts), device=device, **seen)
-        encodings = [{name: value.to(self.dtype) for name, value in one.items()} for one in encodings]
+                encodings = self.family.encode_text(
+                    self.named_parts(), list(material.prompts), device=device, variant=settings.variant, **seen
+                )
+        encodings = [{name: self._in_dtype(value) for name, value in one.items()} for one in encodings]
         if material.references is not None:
             encodings = [{**one, "references": some} for one, some in zip(encodings, material.references, strict=True)]
-        return self.family.collate(encodings, device=device)
+        return self.family.collate(encodings, settings, device=device)
+
+    def _in_dtype(self, value: torch.Tensor) -> torch.Tensor:
+        return value.to(self.dtype) if value.is_floating_point() else value
 
     def forward(self, material: Material, loss) -> tuple[torch.Tensor, torch.Tensor]:
-        with self._own_casting(material.latents.device):
+        family, settings, latents = self.family, material.settings, material.latents
+        noise, sigma = material.draws.noise, material.draws.sigma
+        with self._own_casting(latents.device):
             condition = self.condition(material)
         if material.levels is not None:
-            each = errors(self._drawn(material, condition), material.latents, material.mask)
+            each = errors(self._drawn(material, condition), latents, material.mask)
             return (each * material.weights).sum(), each.detach()
-        x = noisy(material.latents, material.draws).to(self.dtype)
+        x = family.noised(latents, noise, sigma, settings).to(self.dtype)
         with self._casting(x.device):
-            velocity = self.family.predict(self.named_parts(), x, material.draws.sigma, condition)
-        each = errors(velocity, material.draws.noise - material.latents, material.mask)
-        each = each * level_weight(material.draws.sigma, loss, self.family.TRAINING_SCHEDULE)
+            prediction = family.predict(self.named_parts(), x, sigma, condition, part=self.part)
+        each = errors(prediction, family.target(latents, noise, sigma, settings), material.mask)
+        said = family.prediction(settings.variant, settings.scheduler)
+        each = each * level_weight(sigma, loss, family.TRAINING_SCHEDULE, said)
         return (each * material.weights).sum(), each.detach()
 
-    def _drawn(self, material: Material, condition) -> torch.Tensor:
+    @property
+    def part(self) -> str:
+        """The network that predicts."""
+        return next(name for name in self.parts if self.family.PARTS[name].phase == "denoise")
+
+    def _drawn(self, material: Material, condition: Conditioning) -> torch.Tensor:
         """The picture that the student draws in its few steps; gradients pass through all of them."""
-        x, levels = material.draws.noise, material.levels
+        settings, levels = material.settings, material.levels
+        x = self.family.initial(material.draws.noise, levels, settings)
         for step in range(len(levels) - 1):
             sigma = levels[step].expand(len(x))
+            at = x.to(self.dtype)
             with self._casting(x.device):
-                velocity = self.family.predict(self.named_parts(), x.to(self.dtype), sigma, condition)
-            x = x + (levels[step + 1] - levels[step]) * velocity.float()
+                prediction = self.family.predict(self.named_parts(), at, sigma, condition, part=self.part)
+            slope = self.family.derivative(prediction, at, sigma, settings)
+            x = x + (levels[step + 1] - levels[step]) * slope.float()
         return x
+
+
+def may_use_cpu_attention(family: Family, module: torch.nn.Module, *, tokens: int) -> bool:
+    """Whether the family's attention for CPUs pays: on a CPU, for sequences of few picture tokens."""
+    return next(module.parameters()).device.type == "cpu" and tokens <= family.CPU_ATTENTION_TOKENS
 
 
 def named_trainable(learner: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -77,24 +77,22 @@ def _draw_one(run: Run, step: int, number: int, sample: Sample, strength: float,
     parts = {**run.learner.named_parts(), "vae": run.vae}
     told = [(prompt, sample.references), (EMPTY, sample.references)]
     if source.texts is not None:
-        towards, away = (source.text(*one) for one in told)
+        positive, negative = (source.text(*one) for one in told)
     else:
         with torch.autocast(run.device.type, dtype=run.dtype, enabled=run.dtype != torch.float32):
-            towards, away = encode_told(told, parts, source, run.base)
-    towards, away = (source.with_references(one, sample.references) for one in (towards, away))
+            positive, negative = encode_told(told, parts, source, run.base)
+    positive, negative = (source.with_references(one, sample.references) for one in (positive, negative))
     seed = section.sample_seed + number
 
     def draw(together: bool) -> torch.Tensor:
         return draw_latents(
             family,
             parts,
-            run.base.spec.scheduler,
-            [towards],
-            [away],
+            replace(source.levels.settings(sample.size), guidance=section.sample_guidance),
+            [positive],
+            [negative],
             seeds=[seed],
             steps=section.sample_inference_steps,
-            guidance=section.sample_guidance,
-            size=sample.size,
             dtype=run.dtype,
             together=together,
         )

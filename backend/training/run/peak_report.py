@@ -137,7 +137,8 @@ def samples_of(run) -> dict:
         run.peaks.text_tokens(prompt, first.references) for prompt in (first.prompt, *((EMPTY,) if guided else ()))
     ]
     height, width = first.size
-    references = sum(one.shape[-2] * one.shape[-1] // 4 for one in run.source.latents_of(first.references))
+    cells = run.base.family.sizes(run.base.spec.variant).patch ** 2
+    references = sum(one.shape[-2] * one.shape[-1] // cells for one in run.source.latents_of(first.references))
     return {"sample_size": (width, height), "sample_tokens": max(tokens), "sample_references": references}
 
 

@@ -107,4 +107,4 @@ def test_where_it_cannot_apply_it_is_said(tiny_qwen):
     with pytest.raises(Trouble, match="only 2"):
         draw(load(tiny_qwen), step_cache=0.1)
     with pytest.raises(Trouble, match="cannot be cached"):
-        first_block_cache.StepCache(SimpleNamespace(TITLE="Another"), torch.nn.Module(), 0.1)
+        first_block_cache.StepCache(SimpleNamespace(TITLE="Another", CACHED_BLOCKS=()), torch.nn.Module(), 0.1)

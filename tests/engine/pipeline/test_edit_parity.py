@@ -23,7 +23,7 @@ from backend.catalog.models.identify import identify_model
 from backend.engine.loading.load import load_part
 from backend.engine.pipeline.pipeline import Pipeline
 from backend.families import qwen_image
-from backend.families.qwen_image import reference_sizes
+from backend.families.qwen_image import reference_geometry
 from backend.schema.memory_plan import VramConfig
 from backend.schema.request import GenerationRequest
 
@@ -77,7 +77,7 @@ PICTURES = {
 def test_prompts_with_pictures_are_encoded_as_by_diffusers(variant, tiny_edit, monkeypatch):
     pipe, pictures = theirs(variant, tiny_edit(variant), monkeypatch), PICTURES[variant]
     prompt = "make the ball red"
-    seen = [one.resize(reference_sizes.size_within(one.size, PIXELS), Image.Resampling.LANCZOS) for one in pictures]
+    seen = [one.resize(reference_geometry.size_within(one.size, PIXELS), Image.Resampling.LANCZOS) for one in pictures]
     with torch.no_grad():
         other = pipe.encode_prompt(prompt, seen, device="cpu")[0][0]
         parts = parts_of(tiny_edit(variant))
@@ -155,9 +155,9 @@ def test_edited_latents_are_those_of_diffusers_however_weights_lie(variant, tiny
 
 def test_sizes_are_those_of_diffusers():
     for width, height in ((1, 1), (640, 480), (333, 1001), (5000, 60), (1920, 1080), (1024, 1024), (97, 89)):
-        for pixels in (reference_sizes.REFERENCE_PIXELS, reference_sizes.SEEN_PIXELS):
-            ours = reference_sizes.size_within((width, height), pixels)
+        for pixels in (reference_geometry.REFERENCE_PIXELS, reference_geometry.SEEN_PIXELS):
+            ours = reference_geometry.size_within((width, height), pixels)
             assert ours == pipeline_qwenimage_edit_plus.calculate_dimensions(pixels, width / height)
             assert ours == pipeline_qwenimage_edit.calculate_dimensions(pixels, width / height)[:2]
-    assert reference_sizes.SEEN_PIXELS == pipeline_qwenimage_edit_plus.CONDITION_IMAGE_SIZE
-    assert reference_sizes.REFERENCE_PIXELS == pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE
+    assert reference_geometry.SEEN_PIXELS == pipeline_qwenimage_edit_plus.CONDITION_IMAGE_SIZE
+    assert reference_geometry.REFERENCE_PIXELS == pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE

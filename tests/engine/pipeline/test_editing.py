@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from backend import families
+from backend.catalog.family import DrawSettings
 from backend.catalog.models.identify import identify_model
 from backend.engine.acceleration import first_block_cache
 from backend.engine.pipeline.pipeline import Pipeline
@@ -73,24 +74,27 @@ def test_loras_and_cached_steps_take_references_along(tiny_edit, photo, tmp_path
     assert plain == values(pipeline.generate(request)[0])
 
 
+AT = DrawSettings(32, 32)
+
+
 def test_references_of_a_batch_are_alike_and_gradients_reach_them(tiny_edit):
     pipeline = loft(tiny_edit("edit-2511"))
     one = {"embeds": torch.randn(5, 48), "references": (torch.randn(16, 4, 6), torch.randn(16, 2, 2))}
     two = {"embeds": torch.randn(3, 48), "references": tuple(torch.randn_like(each) for each in one["references"])}
     x, sigma = torch.randn(2, 16, 4, 4), torch.tensor([0.9, 0.3])
-    both = qwen_image.predict(pipeline.parts, x, sigma, qwen_image.collate([one, two]))
+    both = qwen_image.predict(pipeline.parts, x, sigma, qwen_image.collate([one, two], AT))
     for index, each in enumerate((one, two)):
         alone = qwen_image.predict(
-            pipeline.parts, x[index : index + 1], sigma[index : index + 1], qwen_image.collate([each])
+            pipeline.parts, x[index : index + 1], sigma[index : index + 1], qwen_image.collate([each], AT)
         )
         torch.testing.assert_close(both[index : index + 1], alone, rtol=1e-4, atol=1e-5)
     one["references"][1].requires_grad_()
-    qwen_image.predict(pipeline.parts, x[:1], sigma[:1], qwen_image.collate([one])).sum().backward()
+    qwen_image.predict(pipeline.parts, x[:1], sigma[:1], qwen_image.collate([one], AT)).sum().backward()
     assert one["references"][1].grad.abs().sum() > 0
     with pytest.raises(Trouble, match=r"same sizes, and these have 48 x 32 and 48 x 32, 16 x 16\."):
-        qwen_image.collate([one, {**two, "references": two["references"][:1]}])
+        qwen_image.collate([one, {**two, "references": two["references"][:1]}], AT)
     with pytest.raises(Trouble, match=r"these have .*none"):
-        qwen_image.collate([one, {"embeds": two["embeds"]}])
+        qwen_image.collate([one, {"embeds": two["embeds"]}], AT)
 
 
 class Ears:

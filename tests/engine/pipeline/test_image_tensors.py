@@ -12,8 +12,9 @@ from PIL import Image
 
 from backend.dataset.dataset import measure
 from backend.engine.pipeline import image_tensors
-from backend.families.qwen_image.reference_sizes import edited_size, sizes_of_files
+from backend.families.qwen_image.reference_geometry import edited_size
 from backend.images import png_metadata
+from backend.images.picture_sizes import sizes_of_files
 from backend.schema.messages import Trouble
 
 pytestmark = pytest.mark.torch

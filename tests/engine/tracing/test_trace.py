@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from backend.engine.tracing import allocation_recorder, caching_allocator, fit, forward_calls, server, training_fit
-from backend.families.qwen_image import vision_example
 from backend.planner.costs.model_sizes import published, tables
 
 pytestmark = pytest.mark.torch
 
 GIB = 2**30
 F32, BF16 = torch.float32, torch.bfloat16
+VISION = "Qwen2_5_VisionTransformerPretrainedModel"
 POINT = {"h": 24, "w": 16, "t": 32, "b": 2, "f": 3}
 # Wan's text is always 512 tokens long: with fewer picture tokens its norm is the peak, which is one kernel on CUDA and several here.
 LARGER_POINT = {**POINT, "h": 48, "w": 32}
@@ -62,7 +62,7 @@ ENCODERS = {
     },
     "T5EncoderModel": T5,
     "UMT5EncoderModel": T5,
-    vision_example.KIND: {
+    VISION: {
         "depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 64, "fullatt_block_indexes": [2],
     },
     "CLIPTextModel": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 49408},
@@ -72,7 +72,7 @@ ENCODERS = {
 def both(kind: str, config: dict, work, *, prepare=lambda module: None, grad: bool = False) -> tuple[int, int]:
     """(predicted, measured) peak of live bytes beside the weights, in float32."""
     package = "transformers" if kind in ENCODERS else "diffusers"
-    if kind == vision_example.KIND:
+    if kind == VISION:
         package = "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"
     with allocation_recorder.fakes():
         module = forward_calls.build(f"{package}:{kind}", config, F32)
@@ -94,7 +94,7 @@ def close(pair: tuple[int, int], tolerance: float = 0.02) -> None:
 
 @pytest.mark.parametrize("kind", DENOISERS)
 def test_a_denoising_step_takes_what_was_predicted(kind):
-    close(both(kind, DENOISERS[kind], lambda module: lambda _: forward_calls.velocity(module, LARGER_POINT, F32)))
+    close(both(kind, DENOISERS[kind], lambda module: lambda _: forward_calls.predict(module, LARGER_POINT, F32)))
 
 
 @pytest.mark.parametrize("checkpointed", [True, False])
@@ -149,7 +149,7 @@ def test_shipped_forms_agree_with_a_new_trace(kind):
     with allocation_recorder.fakes():
         module = forward_calls.build(f"diffusers:{kind}", {**found["configs"][0], **depths}, BF16)
         traced = allocation_recorder.peak(
-            forward_calls.trace(module, lambda _: forward_calls.velocity(module, point, BF16))
+            forward_calls.trace(module, lambda _: forward_calls.predict(module, point, BF16))
         )
     assert fit.evaluate(found["forms"]["denoise/bfloat16/b1"], point) == pytest.approx(traced, rel=0.01)
     word = "d" + "-".join("2" for _ in depths)

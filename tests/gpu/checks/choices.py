@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from diffusers import QwenImageTransformer2DModel
 
+from backend.catalog.family import DrawSettings
 from backend.engine.devices import device_memory
 from backend.families import qwen_image
 from benchmarks import ways
@@ -36,7 +37,7 @@ def _four_blocks(device: torch.device, tiny: bool) -> dict[str, float]:
     sigma, encodings = torch.tensor([0.7, 0.7], device=device), [{"embeds": torch.randn(n, 64)} for n in lengths]
 
     def predict(picked: slice) -> torch.Tensor:
-        cond = qwen_image.collate(encodings[picked], device=device, dtype=torch.bfloat16)
+        cond = qwen_image.collate(encodings[picked], DrawSettings(64, 64), device=device, dtype=torch.bfloat16)
         return qwen_image.predict({"dit": module}, x[picked], sigma[picked], cond)
 
     with torch.no_grad():

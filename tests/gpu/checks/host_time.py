@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from diffusers import QwenImageTransformer2DModel
 
+from backend.catalog.family import DrawSettings
 from backend.engine.devices import device_memory
 from backend.engine.offload import placement
 from backend.families import qwen_image
@@ -46,7 +47,9 @@ def host_time(device: torch.device, tiny: bool) -> Outcome:
 def _times(module, device: torch.device, cells: int, rounds: int) -> tuple[float, float]:
     """Medians, in seconds: until the host has launched a step, and until the device is done."""
     x = torch.randn(1, 16, cells, cells, device=device, dtype=torch.bfloat16)
-    cond = qwen_image.collate([{"embeds": torch.randn(24, 64)}], device=device, dtype=torch.bfloat16)
+    cond = qwen_image.collate(
+        [{"embeds": torch.randn(24, 64)}], DrawSettings(64, 64), device=device, dtype=torch.bfloat16
+    )
     sigma, found = torch.tensor([0.7], device=device), []
     for _ in range(rounds + 1):
         _wait(device)

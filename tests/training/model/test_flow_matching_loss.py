@@ -11,16 +11,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from backend.families.qwen_image import TRAINING_SCHEDULE as SCHEDULE
+from backend.catalog.family import DrawSettings
+from backend.families import qwen_image
 from backend.host.runs.runs import command_of
 from backend.schema.messages import Trouble
 from backend.schema.settings import from_flags
 from backend.schema.training.config import LossSection, TrainingConfig, TrainingSection
-from backend.training.model.flow_matching_loss import Draws, draw, errors, level_weight, noisy, training_levels
+from backend.training.model.flow_matching_loss import draw, errors, level_weight, training_levels
 from backend.training.optim.optimizers import Lion, Mean, make_optimizers, rate_factor, set_rates
 from studio.train.presets import apply, presets
 
 pytestmark = pytest.mark.torch
+SCHEDULE = qwen_image.TRAINING_SCHEDULE
 
 
 def levels(count: int = 4000, **settings) -> torch.Tensor:
@@ -106,7 +108,7 @@ def test_the_forms_presets_say_their_objective_openly():
 
 def test_noise_is_mixed_in_and_errors_are_means():
     picture, noise = torch.zeros(2, 1, 2, 2), torch.ones(2, 1, 2, 2)
-    mixed = noisy(picture, Draws(noise=noise, sigma=torch.tensor([0.25, 1.0])))
+    mixed = qwen_image.noised(picture, noise, torch.tensor([0.25, 1.0]), DrawSettings(16, 16))
     assert mixed.flatten(1).mean(1).tolist() == [0.25, 1.0]
     mask = torch.tensor([[[[1.0, 0.0], [0.0, 0.0]]]]).expand(2, 1, 2, 2)
     wrong = torch.tensor([[[[2.0, 9.0], [9.0, 9.0]]]]).expand(2, 1, 2, 2)

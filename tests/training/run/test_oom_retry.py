@@ -64,7 +64,9 @@ def test_a_run_goes_on_with_less_and_learns_the_same(run_training, events, tmp_p
         lambda parts, some, **more: refuse() if len(some) > 2 else encode_text(parts, some, **more),
     )
     monkeypatch.setattr(
-        qwen_image, "predict", lambda parts, x, *more: refuse() if len(x) > 1 else predict(parts, x, *more)
+        qwen_image,
+        "predict",
+        lambda parts, x, *more, **said: refuse() if len(x) > 1 else predict(parts, x, *more, **said),
     )
     monkeypatch.setattr(
         qwen_image, "decode", lambda parts, z, *, tiled=False: decode(parts, z, tiled=tiled) if tiled else refuse()

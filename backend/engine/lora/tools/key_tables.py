@@ -74,8 +74,7 @@ def book_of(family: ModuleType, base: PartSpec | None = None, source: Source | N
         modules = {name.rpartition(".")[0] for name in base.tensors}
     else:
         modules = set(_modules_of(family.PARTS["dit"].network, _config_for(family, source)))
-    derived = getattr(family, "derived_maps", None)
-    maps = [*(derived("dit", tuple(sorted(modules))) if derived else ()), *family.NAME_MAPS]
+    maps = [*family.derived_maps("dit", tuple(sorted(modules))), *family.NAME_MAPS]
     maps = [found for found in maps if found.part == "dit"]
     rules = [rule for found in maps for rule in found.rules]
     templates = sorted({NUMBER.sub("{}", name) for name in modules if name})
@@ -91,11 +90,10 @@ def book_of(family: ModuleType, base: PartSpec | None = None, source: Source | N
 
 def _config_for(family: ModuleType, source: Source | None) -> str:
     """Keyword arguments of the family's network as JSON: its own, and what the sizes in a LoRA say."""
-    sized = getattr(family, "config_from_lora", None)
     said = {}
-    if sized and source is not None:
-        said = sized(outline_of(tuple(source.shapes), tuple(source.shapes.values())).widths)
-    return json.dumps({**family.PARTS["dit"].config, **getattr(family, "WHOLE_CONFIG", {}), **said})
+    if source is not None:
+        said = family.config_from_lora(outline_of(tuple(source.shapes), tuple(source.shapes.values())).widths)
+    return json.dumps({**family.PARTS["dit"].config, **family.WHOLE_CONFIG, **said})
 
 
 @lru_cache(maxsize=16)
@@ -113,7 +111,7 @@ def _pattern(template: str) -> re.Pattern:
 def native_rules(book: Book, layout: str) -> list[Rule]:
     """The rules of the dialect in which files of `layout` are named: the family's first unless it says otherwise; none where names are alike."""
     first = next((found.dialect for found in book.family.NAME_MAPS if found.part == "dit"), "")
-    dialect = getattr(book.family, "LORA_NAMES", {}).get(layout, first)
+    dialect = book.family.LORA_NAMES.get(layout, first)
     maps = [found for found in book.maps if dialect and found.dialect.startswith(dialect)]
     return [rule for found in maps for rule in found.rules if not rule.place]
 

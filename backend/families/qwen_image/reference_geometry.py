@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 
-from PIL import Image
-
 from backend.catalog.models.model_folder import read_object
-from backend.images.orientation import shown_size
+from backend.images.picture_sizes import MOST_SLENDER
 from backend.schema.messages import Trouble
 
 REFERENCE_PIXELS = 1024 * 1024  # a picture's area, as the VAE reads it
 SEEN_PIXELS = 384 * 384  # and as the text encoder of Edit-2509 and later reads it; Edit's reads the picture of the VAE
-MOST_SLENDER = 100  # times as long as wide: nothing is left of a narrower picture once it is brought to its area
 # Pixels a side of what becomes one token: of the text encoder, of the transformer.
 SEEN_CELL, REFERENCE_CELL = 28, 16
 
@@ -35,16 +31,18 @@ def size_within(picture: tuple[int, int], pixels: int) -> tuple[int, int]:
     return max(1, round(wide / 32)) * 32, max(1, round(wide / ratio / 32)) * 32
 
 
-def edited_size(pictures: list[tuple[int, int]], variant: str, pixels: int = REFERENCE_PIXELS) -> tuple[int, int]:
+def edited_size(pictures: Sequence[tuple[int, int]], variant: str, pixels: int = REFERENCE_PIXELS) -> tuple[int, int]:
     """The (width, height) of what is made of pictures of these sizes where nobody asks for another: the last one's proportions, for
     "edit" the only one's, and about `pixels`."""
     return size_within(pictures[0] if variant == "edit" else pictures[-1], pixels)
 
 
-def reference_pixels(root: Path | None) -> int:
-    """The area that pictures to edit are brought to, for the model in the folder `root`; what its model_index.json says, or the usual one."""
-    said = read_object(root / "model_index.json").get("_reference_pixels") if root is not None else None
-    return said if isinstance(said, int) and said >= 32 * 32 else REFERENCE_PIXELS
+def reference_pixels(variant: str, folder: Path | None) -> tuple[int, int]:
+    """The areas that pictures to edit are brought to for the VAE and for the text encoder of `variant`: what model_index.json in the model's
+    `folder` says, or the usual ones."""
+    said = read_object(folder / "model_index.json").get("_reference_pixels") if folder is not None else None
+    pixels = said if isinstance(said, int) and said >= 32 * 32 else REFERENCE_PIXELS
+    return pixels, seen_pixels(variant, pixels)
 
 
 def seen_pixels(variant: str, pixels: int) -> int:
@@ -52,38 +50,19 @@ def seen_pixels(variant: str, pixels: int) -> int:
     return pixels if variant == "edit" else min(SEEN_PIXELS, pixels)
 
 
-def references(pictures: Sequence[tuple[int, int]], pixels: int) -> tuple[tuple[int, int], ...]:
+def reference_sizes(pictures: Sequence[tuple[int, int]], pixels: int) -> tuple[tuple[int, int], ...]:
     """(width, height) of what the VAE reads of pictures of these sizes."""
     return tuple(size_within(picture, pixels) for picture in pictures)
 
 
 def reference_tokens(pictures: Sequence[tuple[int, int]], pixels: int) -> int:
     """Tokens that pictures of these sizes add to the transformer's sequence."""
-    return sum((width // REFERENCE_CELL) * (height // REFERENCE_CELL) for width, height in references(pictures, pixels))
+    sizes = reference_sizes(pictures, pixels)
+    return sum((width // REFERENCE_CELL) * (height // REFERENCE_CELL) for width, height in sizes)
 
 
 def seen_tokens(pictures: Sequence[tuple[int, int]], pixels: int) -> int:
     """Text tokens that pictures of these sizes, brought to an area of `pixels`, take the places of."""
-    return sum(round(width / SEEN_CELL) * round(height / SEEN_CELL) for width, height in references(pictures, pixels))
-
-
-def sizes_of_files(paths: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """(width, height) of the pictures in these files, as they are shown; a square for one that cannot be read or edited."""
-    return tuple(_size(path, _stamp(path)) for path in paths)
-
-
-def _stamp(path: str) -> int:
-    try:
-        return Path(path).stat().st_mtime_ns
-    except (OSError, ValueError):
-        return 0
-
-
-@lru_cache(maxsize=64)
-def _size(path: str, stamp: int) -> tuple[int, int]:
-    try:
-        with Image.open(path) as picture:
-            size = shown_size(picture)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        return (1, 1)
-    return size if max(size) <= MOST_SLENDER * min(size) else (1, 1)
+    return sum(
+        round(width / SEEN_CELL) * round(height / SEEN_CELL) for width, height in reference_sizes(pictures, pixels)
+    )
