@@ -37,6 +37,7 @@ from backend.host.process.isolation import SAFE, isolated
 from backend.schema import login
 from backend.schema.messages import Trouble
 from backend.schema.paths import Places
+from backend.schema.untrusted import expanded
 
 ROOT = Path(__file__).resolve().parent
 MOST_TEST_PROCESSES = 4  # each has torch in memory
@@ -98,7 +99,7 @@ def run_tests(python: str, arguments: list[str]) -> int:
 def serve(options: argparse.Namespace) -> int:
     """Starts the studio and stays with it until it ends or is asked to; nothing that was started is left behind."""
     logins = login.check(options)
-    data = Path(options.data or os.environ.get("LOFT_DATA") or ROOT).expanduser().resolve()
+    data = expanded(options.data or os.environ.get("LOFT_DATA") or ROOT).resolve()
     try:
         data.mkdir(parents=True, exist_ok=True)
     except OSError as error:

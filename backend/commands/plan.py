@@ -31,6 +31,7 @@ from backend.schema.paths import places
 from backend.schema.preferences import Preferences
 from backend.schema.request import GenerationRequest
 from backend.schema.training.config import TrainingConfig
+from backend.schema.untrusted import exists, is_folder
 
 MOST_FRAMES = 1000
 MOST_RAM_GIB = 65536
@@ -76,7 +77,7 @@ def show(said: argparse.Namespace) -> None:
     names, ram, size, more = _cards(said), _ram(said.ram), _size(said.size), _free(said.free)
     cards = [what_if(name, ram_gib=ram) for name in names]
     traced = places().user / "memory"  # tables that were made here, as the page has them
-    sizes = sizes_of(_model(said.model), folder=traced if traced.is_dir() else None)
+    sizes = sizes_of(_model(said.model), folder=traced if is_folder(traced) else None)
     job = _job(said, size, sizes)
     known = _known(job, sizes)
     can = families.by_name(sizes.family).DRAWS
@@ -221,7 +222,7 @@ def _model(name: str) -> ModelSpec | str:
     """A folder or file is identified, which takes the families; of an id the headers are read where its files are; else a published name."""
     if not name.strip():
         raise ValueError("The model's name is empty; say something like FLUX.1-dev, or a folder.")
-    if Path(name).exists():
+    if exists(Path(name)):
         return identify_model(Path(name), families.FAMILIES)
     if not download.is_id(name) and re.search(r"[/\\]|\.(safetensors|gguf|sft|ckpt|pt|bin)$", name):
         raise ValueError(f"There is no file or folder {name}.")

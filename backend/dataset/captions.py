@@ -6,6 +6,7 @@ from pathlib import Path
 from random import Random
 
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import is_file
 from backend.system.text_files import read_text
 
 
@@ -42,6 +43,6 @@ def drawn(captions: tuple[str, ...], random: Random, *, dropout: float, shuffle:
 def lines_of(text: str) -> list[str]:
     """Prompts in a setting: one per line, or the lines of the text file that it names."""
     text = text.strip()
-    if "\n" not in text and text.lower().endswith(".txt") and Path(text).is_file():
+    if "\n" not in text and text.lower().endswith(".txt") and is_file(Path(text)):
         text, _ = read_text(Path(text))
     return [line.strip() for line in text.splitlines() if line.strip()]

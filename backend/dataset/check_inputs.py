@@ -10,6 +10,7 @@ from backend.dataset.extra_inputs import EDIT
 from backend.dataset.reference_images import sample_pictures
 from backend.planner.check_training import check_files
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import is_file, is_folder
 from backend.system.text_files import listed
 
 
@@ -21,7 +22,7 @@ def look(config, *, index: Path) -> Dataset | None:
     section, task, data = config.dataset, config.training.task, None
     if task.endswith(":train"):
         folder = Path(section.dataset_base_path)
-        if not section.dataset_base_path or not folder.is_dir():
+        if not section.dataset_base_path or not is_folder(folder):
             raise Trouble(
                 "missing_file",
                 f"The folder of encodings {section.dataset_base_path!r} does not exist.",
@@ -54,9 +55,9 @@ def _check_resume(wanted: str | None) -> None:
     if not wanted or wanted == "latest":
         return
     if wanted.endswith(".safetensors"):
-        if not Path(wanted).is_file():
+        if not is_file(Path(wanted)):
             raise Trouble("missing_file", f"There is no file {wanted} (--resume_from_checkpoint).")
-    elif not (Path(wanted) / "state.json").is_file():
+    elif not is_file(Path(wanted) / "state.json"):
         raise Trouble(
             "missing_file",
             f"There is no saved state {wanted} (--resume_from_checkpoint).",

@@ -20,7 +20,7 @@ from backend.dataset.metadata import read_rows
 from backend.images.orientation import shown_size
 from backend.schema.json_values import is_printable, whole
 from backend.schema.messages import Trouble
-from backend.schema.untrusted import left_out_words, read_object_or_empty, unnamed
+from backend.schema.untrusted import is_file, is_folder, left_out_words, read_object_or_empty, unnamed
 from backend.system.text_files import listed, read_text
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif")
@@ -98,8 +98,8 @@ def read_dataset(
     notes: list[str] = []
     for number, weight in enumerate(weights):
         base = Path(bases[number]) if bases else Path(metadata[number]).parent
-        if not base.is_dir():
-            words = "is a file" if base.is_file() else "does not exist"
+        if not is_folder(base):
+            words = "is a file" if is_file(base) else "does not exist"
             raise Trouble(
                 "missing_file", f"The dataset folder {base} {words}.", hint="Check the path (--dataset_base_path)."
             )
@@ -120,7 +120,7 @@ def read_dataset(
 def read_folder(base: Path, *, prior: bool = False, sizes_only: dict | None = None) -> Dataset:
     """A plain folder of captioned pictures, for pictures that are trained along. `sizes_only` as for `read_dataset`."""
     notes: list[str] = []
-    if not base.is_dir():
+    if not is_folder(base):
         raise Trouble("missing_file", f"The folder {base} does not exist.", hint="Check --regularisation_path.")
     items = [replace(item, prior=prior) for item in _from_folder(base, notes)]
     return _measured(items, notes, None, skip_broken=False, sizes_only=sizes_only)
@@ -142,7 +142,7 @@ def _weights(text: str | None, count: int) -> list[float]:
 def _finished(item: Item, weight: float, trigger: str, masked: str) -> Item:
     captions = tuple(with_trigger(caption, trigger) for caption in item.captions)
     mask = item.path.with_name(item.path.stem + MASK_SUFFIX) if masked == "file" else None
-    if mask is not None and not mask.is_file():
+    if mask is not None and not is_file(mask):
         mask = None
     return replace(item, captions=captions, mask=mask, weight=weight)
 

@@ -25,6 +25,7 @@ from backend.dataset.reference_images import reference_sizes, sample_pictures, s
 from backend.planner.costs import prompt_length
 from backend.planner.costs.model_sizes import ModelSizes
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import is_folder
 from backend.system.text_files import listed
 
 EXACT_SAMPLES = 2000  # of an epoch, up to which its batches are made as the run makes them
@@ -188,7 +189,7 @@ def _facts(config, data: Dataset, sizes: ModelSizes, family: Family) -> dict:
     aside = set(kept_aside(items, config.samples.validation_split, seed=config.training.seed))
     items = [replace(item, weight=0.0) if number in aside else item for number, item in enumerate(items)]
     tokenizer = Path(config.model.tokenizer_path) if config.model.tokenizer_path else None
-    tokenizer = tokenizer if tokenizer is not None and tokenizer.is_dir() else None
+    tokenizer = tokenizer if tokenizer is not None and is_folder(tokenizer) else None
     seen_pixels = _seen_pixels(sizes, section.edit_pixels)
 
     def told(prompts: Sequence[str], seen: Sequence[Sequence[int]] = ()) -> list[TokenCount]:

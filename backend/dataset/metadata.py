@@ -13,7 +13,7 @@ from backend.dataset.captions import check_caption
 from backend.dataset.extra_inputs import EDIT, read_extras
 from backend.schema.json_values import parse_json
 from backend.schema.messages import Trouble
-from backend.schema.untrusted import read_bytes
+from backend.schema.untrusted import is_file, read_bytes
 from backend.system.text_files import decode_text, listed
 
 MOST_TABLE_BYTES = 2**29  # a million rows of captions
@@ -35,7 +35,7 @@ def read_rows(path: Path, section, notes: list[str], *, edits: bool) -> Iterator
 
     Raises Trouble for a file that is no table, and for the first row that lacks what it must have.
     """
-    if not path.is_file():
+    if not is_file(path):
         raise Trouble(
             "missing_file", f"The metadata file {path} does not exist.", hint="Check --dataset_metadata_path."
         )

@@ -17,6 +17,7 @@ from backend.catalog.spec import ModelSpec, PartSpec
 from backend.planner.costs.model_sizes import EMBEDDING, ModelSizes, PartSizes, compute_dtypes
 from backend.planner.costs.optimizers import check_named, part_rates, part_schedules
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import is_file
 from backend.system.text_files import ends_with, listed
 
 TRAINABLE = ("dit", "text_encoder")
@@ -95,7 +96,7 @@ def check_files(lora) -> None:
         if not text:
             continue
         path = Path(text)
-        if not path.is_file():
+        if not is_file(path):
             raise Trouble("missing_file", f"There is no LoRA file {text} (--{name}).")
         if path.suffix.lower() == ".safetensors" and not is_adapter(read_header(path).tensors):
             raise Trouble(

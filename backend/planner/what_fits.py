@@ -17,6 +17,7 @@ from backend.planner.suggestions import Fits, State
 from backend.schema.memory_plan import GIB, Card, Remedy, VramPlan
 from backend.schema.request import GenerationRequest
 from backend.schema.settings import knobs_of, to_values
+from backend.schema.untrusted import exists
 
 LARGEST_SIDE = 8192
 MOST_BATCH = 256
@@ -192,7 +193,7 @@ def with_more(card: Card, gib: float) -> Card:
 
 def free_of(folder: Path) -> tuple[int, str] | None:
     """(bytes free, name) of the disk that `folder` lies on, or will."""
-    there = next((one for one in (folder, *folder.parents) if one.exists()), None)
+    there = next((one for one in (folder, *folder.parents) if exists(one)), None)
     try:
         return (shutil.disk_usage(there).free, str(folder)) if there else None
     except OSError:

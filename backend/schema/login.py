@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import expanded, is_file
 
 HOST_NAME = re.compile(r"[A-Za-z0-9._:-]{1,253}")
 
@@ -38,11 +39,8 @@ def logins(auth: str | None) -> list[tuple[str, str]]:
 
 def _file(text: str) -> Path | None:
     """The file that `text` names, if there is one."""
-    try:
-        path = Path(text).expanduser()
-        return path if path.is_file() else None
-    except (OSError, ValueError, RuntimeError):  # too long for a name, no such user's home
-        return None
+    path = expanded(text)
+    return path if is_file(path) else None
 
 
 def _pair(text: str, where: str) -> tuple[str, str]:

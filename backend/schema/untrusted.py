@@ -28,6 +28,11 @@ def is_file(path: FileName) -> bool:
     return _is(path, stat.S_ISREG)
 
 
+def expanded(path: FileName) -> Path:
+    """`path` with a leading `~` put for a home folder; as it is where no user has that name."""
+    return Path(os.path.expanduser(path))  # `Path.expanduser` raises for a name of nobody's
+
+
 def is_folder(path: FileName) -> bool:
     """Whether `path` is a folder (links followed). False for a name that no folder can have."""
     return _is(path, stat.S_ISDIR)

@@ -18,7 +18,7 @@ from backend.schema.messages import Trouble
 from backend.schema.paths import places
 from backend.schema.settings import from_file_text, from_flags, from_values, to_file_text
 from backend.schema.training.config import TrainingConfig, TrainingSection
-from backend.schema.untrusted import read_bytes, read_object
+from backend.schema.untrusted import exists, is_file, is_folder, read_bytes, read_object
 from backend.training.checkpoint.reporter import Reporter
 from backend.training.checkpoint.set_aside import (
     begins_anew,
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     try:
         config, folder = read_arguments(argv)
     except Trouble as trouble:
-        if _names_folder(argv) and Path(argv[0]).is_dir():
+        if _names_folder(argv) and is_folder(Path(argv[0])):
             Reporter(Path(argv[0])).trouble(trouble)
         else:
             print(str(trouble), file=sys.stderr)
@@ -57,7 +57,7 @@ def read_arguments(argv: list[str]) -> tuple[TrainingConfig, Path]:
         return config, Path(config.output.output_path)
     folder = Path(argv[0])
     file = folder / "config.json"
-    if not file.is_file():
+    if not is_file(file):
         raise Trouble(
             "missing_file", f"There is no run in {folder}: it holds no config.json.", hint="Give a run's folder."
         )
@@ -226,7 +226,7 @@ def _process_text(argv: list[str], folder: Path) -> str:
         own = parent if parent is not None else own
     record = {"pid": own.pid, "created": own.create_time(), "argv": [sys.executable, "-m", "backend.training", *argv]}
     events = folder / "events.jsonl"
-    record["events_at"] = events.stat().st_size if events.exists() else 0  # what stands before is of an earlier life
+    record["events_at"] = events.stat().st_size if exists(events) else 0  # what stands before is of an earlier life
     return json.dumps(record, ensure_ascii=False) + "\n"
 
 

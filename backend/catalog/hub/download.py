@@ -24,7 +24,7 @@ from backend.schema.messages import Trouble
 from backend.schema.paths import ASSETS, PROJECT, Places, places
 from backend.schema.preferences import Preferences
 from backend.schema.settings import from_file_text
-from backend.schema.untrusted import read_bytes
+from backend.schema.untrusted import exists, expanded, is_file, is_folder, read_bytes
 
 SOURCES = tuple(CLIENTS)
 OnBytes = Callable[[int, int], None]  # done, total
@@ -73,10 +73,10 @@ def find_model(name: str, *, folders: Iterable[Path] = (), here: Places | None =
     an owner), or a path. Raises Trouble("missing_model")."""
     if _is_inner(name):
         for root in local_roots(name, folders=folders, here=here):
-            if root.is_dir() or root.is_file():
+            if is_folder(root) or is_file(root):
                 return root
-    path = Path(name).expanduser()
-    if name.strip() and path.exists():
+    path = expanded(name)
+    if name.strip() and exists(path):
         return path
     raise Trouble(
         "missing_model",
@@ -102,7 +102,7 @@ def model_folders(here: Places | None = None) -> list[Path]:
     working = Path.cwd() / "models"
     found = [
         *([(here or places()).models] if said else []),
-        *([working] if working.is_dir() else []),
+        *([working] if is_folder(working) else []),
         PROJECT / "models",
     ]
     return list(dict.fromkeys(folder.absolute() for folder in found))
@@ -117,12 +117,12 @@ def local_roots(model_id: str, *, folders: Iterable[Path] = (), here: Places | N
 
 def complete_matches(root: Path, pattern: str) -> list[Path]:
     """What matches `pattern` under `root`, sorted; empty where something is known to be lacking: a shard, or an unfinished download."""
-    if not root.is_dir() or _mark(root, pattern).exists():
+    if not is_folder(root) or exists(_mark(root, pattern)):
         return []
     if pattern in ("", "./") or pattern.endswith("/"):
         folder = root / pattern
-        return [folder] if folder.is_dir() and any(folder.iterdir()) else []
-    found = sorted(path for path in root.glob(pattern) if path.is_file() and not path.name.startswith("."))
+        return [folder] if is_folder(folder) and any(folder.iterdir()) else []
+    found = sorted(path for path in root.glob(pattern) if is_file(path) and not path.name.startswith("."))
     return found if not _lacking_shards(path.name for path in found) else []
 
 
@@ -225,11 +225,11 @@ def _mark(root: Path, pattern: str) -> Path:
 
 
 def _is_here(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size
+    return is_file(path) and path.stat().st_size == size
 
 
 def _check_room(root: Path, needed: int) -> None:
-    folder = next(parent for parent in (root, *root.parents) if parent.exists())
+    folder = next(parent for parent in (root, *root.parents) if exists(parent))
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise Trouble(

@@ -14,6 +14,7 @@ from pathlib import Path
 from backend.catalog.hub.download import is_id, local_roots
 from backend.schema.json_values import parse_json
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import exists, expanded
 from backend.system.text_files import listed
 
 Files = Mapping[str, Sequence[Path]]  # part -> its files; empty ones where they are not known
@@ -39,16 +40,9 @@ def listed_paths(text: str | None, setting: str = "model_paths") -> list[list[st
 def split_id(entry: str) -> tuple[str, str] | None:
     """(id, pattern) of `id:pattern`; None for what is a path: a file or folder that is there, or anything without an id before the colon."""
     model, colon, pattern = entry.rpartition(":")
-    if not colon or not is_id(model) or _exists(entry):
+    if not colon or not is_id(model) or exists(expanded(entry)):
         return None
     return model, pattern
-
-
-def _exists(text: str) -> bool:
-    try:
-        return Path(text).expanduser().exists()
-    except (OSError, ValueError):
-        return False
 
 
 def means(entry: str, parts: Files) -> set[str]:
@@ -61,13 +55,13 @@ def means(entry: str, parts: Files) -> set[str]:
 
 
 def _names(shard: str, part: str, files: Sequence[Path]) -> bool:
-    here = [Path(file).absolute() for file in files if _exists(str(file))]
+    here = [Path(file).absolute() for file in files if exists(expanded(file))]
     if not here:
         words = "dit|transformer|unet" if part == "dit" else re.escape(part)
         return re.search(rf"(^|[/:\\])({words})([/\\.]|$)", shard) is not None
     named = split_id(shard)
     if named is None:
-        path = Path(shard).expanduser().absolute()
+        path = expanded(shard).absolute()
         return (
             path in here
             or path in {file.parent for file in here}

@@ -11,6 +11,7 @@ from backend.catalog.json_files import read_json
 from backend.catalog.lora.keys import is_adapter
 from backend.catalog.lora.metadata import is_ours, number, table
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import is_file
 
 CONFIG = "adapter_config.json"
 METADATA = "lora_adapter_metadata"
@@ -27,14 +28,14 @@ def config_beside(path: Path) -> dict:
     Raises Trouble("damaged") for one that is no JSON object.
     """
     beside = path.with_name(CONFIG)
-    if not beside.is_file() or not (path.name.startswith(STEMS) or not others_beside(path)):
+    if not is_file(beside) or not (path.name.startswith(STEMS) or not others_beside(path)):
         return {}
     return read_json(beside) or {}
 
 
 def is_unclear(path: Path) -> bool:
     """Whether an adapter_config.json lies beside `path` and cannot be told to be its own, for other LoRA files lie there too."""
-    return path.with_name(CONFIG).is_file() and not path.name.startswith(STEMS) and bool(others_beside(path))
+    return is_file(path.with_name(CONFIG)) and not path.name.startswith(STEMS) and bool(others_beside(path))
 
 
 def others_beside(path: Path) -> list[Path]:

@@ -14,6 +14,7 @@ from backend.catalog.lora.identify import PICKLES
 from backend.catalog.quantization.evidence import together
 from backend.catalog.spec import TensorAt
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import is_file, is_folder
 
 SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})$")
 WEIGHTS = (".safetensors", ".gguf")
@@ -36,7 +37,7 @@ def component_files(folder: Path) -> tuple[Path, ...]:
     indexes = indexes or sorted(folder.glob("*.bin.index.json"), key=lambda found: len(found.name))
     if indexes:
         return indexed(indexes[0])
-    inside = sorted(found for found in folder.iterdir() if found.is_file())
+    inside = sorted(found for found in folder.iterdir() if is_file(found))
     files = [found for found in inside if found.suffix in WEIGHTS] or [
         found for found in inside if found.suffix in PICKLES
     ]
@@ -64,7 +65,7 @@ def indexed(index: Path) -> tuple[Path, ...]:
     names = sorted(set(weights.values()))
     if any(Path(name).name != name for name in names):
         raise Trouble("damaged", f"{index.name} names files outside its folder.", hint="Download it again.")
-    missing = [name for name in names if not (index.parent / name).is_file()]
+    missing = [name for name in names if not is_file(index.parent / name)]
     if missing:
         raise Trouble(
             "missing_file",
@@ -93,7 +94,7 @@ def groups(files: list[Path]) -> Iterable[tuple[Path, ...]]:
             path.with_name(f"{match['stem']}-{number:05d}-of-{match['count']}{path.suffix}")
             for number in range(1, count + 1)
         ]
-        missing = [shard.name for shard in shards if not shard.is_file()]
+        missing = [shard.name for shard in shards if not is_file(shard)]
         if missing:
             raise Trouble(
                 "missing_file",
@@ -130,7 +131,7 @@ def merged(heaps: list[Heap]) -> list[Heap]:
 
 def walk(folder: Path) -> Iterable[Path]:
     for found in folder.iterdir():
-        if found.is_dir():
-            yield from (inner for inner in found.iterdir() if inner.is_file())
-        elif found.is_file():
+        if is_folder(found):
+            yield from (inner for inner in found.iterdir() if is_file(inner))
+        elif is_file(found):
             yield found

@@ -29,6 +29,7 @@ from backend.catalog.models.match_parts import Found, find_parts
 from backend.catalog.quantization import understood
 from backend.catalog.spec import ModelSpec, PartSpec
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import exists, is_file, is_folder
 
 __all__ = ["identify_files", "identify_lora", "identify_model"]
 
@@ -47,14 +48,14 @@ def identify_model(path: PathLike | Sequence[PathLike], families: Iterable[Modul
     if isinstance(path, list | tuple):
         return identify_files(path, families)
     path = Path(path)
-    if not path.exists():
+    if not exists(path):
         raise Trouble("missing_file", f"There is no file or folder {path}.", hint="Check the path.")
-    if path.is_file():
+    if is_file(path):
         return identify_files([path], families)
     components = {part.folder for family in families for part in family.PARTS.values()}
-    if any((path / name).is_dir() for name in components):
+    if any(is_folder(path / name) for name in components):
         return _pipeline_folder(path, tuple(families))
-    if (path / "config.json").is_file():
+    if is_file(path / "config.json"):
         return _model([heap_of(component_files(path))], tuple(families), path)
     files = sorted(found for found in walk(path) if found.suffix in WEIGHTS)
     if not files:
@@ -68,7 +69,7 @@ def identify_files(paths: Iterable[PathLike | Sequence[PathLike]], families: Ite
     for path in paths:
         if isinstance(path, list | tuple):
             heaps.append(heap_of(tuple(Path(shard) for shard in path)))
-        elif Path(path).is_dir():
+        elif is_folder(Path(path)):
             heaps.append(heap_of(component_files(Path(path))))
         elif Path(path).name.endswith(".index.json"):
             heaps.append(heap_of(indexed(Path(path))))
@@ -102,7 +103,7 @@ def _is_whole(heap: Heap, families: tuple[ModuleType, ...]) -> bool:
 def _pipeline_folder(path: Path, families: tuple[ModuleType, ...]) -> ModelSpec:
     said = read_json(path / "model_index.json") or {}
     folders = sorted({part.folder for family in families for part in family.PARTS.values()})
-    heaps = [heap_of(component_files(path / name)) for name in folders if (path / name).is_dir()]
+    heaps = [heap_of(component_files(path / name)) for name in folders if is_folder(path / name)]
     pieces = [(heap, find_parts(heap.tensors, heap.metadata, families, folder=heap.folder)) for heap in heaps]
     evidence = [f"model_index.json says {said['_class_name']}"] if isinstance(said.get("_class_name"), str) else []
     unknown = [heap for heap, found in pieces if not found]
@@ -178,7 +179,7 @@ def _assembled(
     if variant is not None:
         parts["dit"] = _as_variant(parts["dit"], variant, family)
         parts = fitting(parts, variant, family)
-    folder = path if path is not None and path.is_dir() else None
+    folder = path if path is not None and is_folder(path) else None
     scheduler = read_json(folder / "scheduler" / "scheduler_config.json") if folder else None
     return ModelSpec(
         family=family.NAME,
@@ -213,7 +214,7 @@ def _variant_of(chosen: dict[str, Found], family: ModuleType, path: Path | None)
     if "dit" not in chosen:
         return None, "", ""
     found = chosen["dit"]
-    root = path if path is not None and path.is_dir() else found.spec.files[0].parent.parent
+    root = path if path is not None and is_folder(path) else found.spec.files[0].parent.parent
     said = model_folder.read_object(root / "model_index.json").get("_class_name", "")
     told = family.tell_variant(found.signature.variant, str(said), found.spec.config, found.spec.files[0])
     return told or (found.signature.variant, found.signature.title, "")

@@ -167,7 +167,7 @@ def _model_paths(folders: Iterable[Path]) -> list[Path]:
     homes: dict[Path, None] = {}
     files: dict[Path, None] = {}
     for folder in map(Path, folders):
-        if (folder / "model_index.json").is_file():
+        if is_file(folder / "model_index.json"):
             homes[folder] = None
             continue
         for path, _ in _files([folder], (".safetensors", ".gguf", "model_index.json")):

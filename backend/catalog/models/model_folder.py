@@ -9,7 +9,7 @@ from pathlib import Path
 from backend.catalog.family import Family
 from backend.catalog.spec import ModelSpec
 from backend.schema.messages import Trouble
-from backend.schema.untrusted import read_object_or_empty
+from backend.schema.untrusted import is_file, is_folder, read_object_or_empty
 
 TOKENIZERS = ("tokenizer", "processor")  # folders of a model, in which its tokenizer can lie
 
@@ -39,10 +39,10 @@ def tokenizer_in(root: Path | None, name: str = "tokenizer") -> Path | None:
     """The tokenizer in the folder `name` of a model's folder; of the first also the one that a processor is made of."""
     if root is None:
         return None
-    if (root / name).is_dir():
+    if is_folder(root / name):
         return root / name
     words = ("tokenizer.json", "vocab.json")
-    own = name == "tokenizer" and any((root / "processor" / word).is_file() for word in words)
+    own = name == "tokenizer" and any(is_file(root / "processor" / word) for word in words)
     return root / "processor" if own else None
 
 
@@ -55,12 +55,12 @@ def processor_in(root: Path | None) -> Path | None:
 def processor_settings(folder: Path) -> Path | None:
     """The file in a processor's folder that says how pictures are cut; None where there is none. Newer transformers write another."""
     names = ("preprocessor_config.json", "processor_config.json")
-    return next((folder / name for name in names if (folder / name).is_file()), None)
+    return next((folder / name for name in names if is_file(folder / name)), None)
 
 
 def root_of(spec: ModelSpec, family: Family) -> Path | None:
     """The folder in the diffusers layout that holds the parts, the transformer's first; None where they lie otherwise."""
-    if spec.path is not None and spec.path.is_dir():
+    if spec.path is not None and is_folder(spec.path):
         return spec.path
     for name in sorted(spec.parts, key=lambda name: name != "dit"):
         folder = spec.parts[name].folder

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 
-from backend.schema.untrusted import read_object_or_empty
+from backend.schema.untrusted import is_file, read_object_or_empty
 
 MOST_BYTES = 128 * 2**20  # of one of a tokenizer's files; the largest published have a quarter of it
 MOST_KEPT = 200_000  # counts that are remembered of one tokenizer
@@ -64,11 +64,11 @@ def _tokenizer(folder: str, stamp: tuple) -> tuple | None:
         home = Path(folder)
         if any(size > MOST_BYTES for _, size in stamp):
             return None
-        if (home / "tokenizer.json").is_file():
+        if is_file(home / "tokenizer.json"):
             found = tokenizers.Tokenizer.from_file(str(home / "tokenizer.json"))
             found.no_truncation()
             found.no_padding()
-        elif (home / "vocab.json").is_file() and (home / "merges.txt").is_file():
+        elif is_file(home / "vocab.json") and is_file(home / "merges.txt"):
             found = _from_vocabulary(tokenizers, home)
         else:
             return None

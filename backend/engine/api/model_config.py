@@ -20,6 +20,7 @@ from backend.engine.pipeline.part_loading import Loading
 from backend.engine.quantization.config import MixedQuantizeConfig, QuantizeConfig
 from backend.schema.memory_plan import VramConfig
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import exists, is_folder
 from backend.system.text_files import ends_with
 
 
@@ -80,7 +81,7 @@ class ModelConfig:
         if self.path is not None:
             paths = [self.path] if isinstance(self.path, str | Path) else list(self.path)
             for path in paths:
-                if not Path(path).exists():
+                if not exists(Path(path)):
                     raise Trouble("missing_file", f"There is no file {path}.", hint="Check ModelConfig(path=...).")
             return [Path(path) for path in paths]
         if self.model_id is None:
@@ -109,7 +110,7 @@ class ModelConfig:
     def folder(self) -> Path:
         """The folder meant, or that of the files."""
         first = self.files()[0]
-        return first if first.is_dir() else first.parent
+        return first if is_folder(first) else first.parent
 
 
 def _check_loading(config: ModelConfig) -> None:
@@ -263,5 +264,5 @@ def expanded(paths: list[Path]) -> list[Path]:
 
 
 def _inside(path: Path) -> list[Path]:
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+    files = sorted(path.glob("*.safetensors")) if is_folder(path) else []
     return [path] if not files or any(path.glob("*.index.json")) else files

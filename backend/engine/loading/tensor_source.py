@@ -18,6 +18,7 @@ from backend.catalog.spec import TensorAt
 from backend.engine.devices import out_of_memory
 from backend.engine.loading import load
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import is_folder
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 NESTS = ("state_dict", "module", "model", "model_state", "model_state_dict", "lora_state_dict")
@@ -139,7 +140,7 @@ def open_source(source: str | os.PathLike | Mapping[str, torch.Tensor], name: st
     if isinstance(source, Mapping):
         return _from_tensors(source, name or "a state dict", None, {})
     path = Path(source)
-    if path.is_dir():
+    if is_folder(path):
         path = _file_in(path)
     if path.suffix.lower() in PICKLES:
         return replace(_from_tensors(read_pickle(path), name or path.name, path, {}), config=config_beside(path))

@@ -16,6 +16,7 @@ from backend.families.qwen_image.prompt_template import (
     shown_words,
 )
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import is_file
 
 
 def load_tokenizer(folder, name: str = "tokenizer"):
@@ -26,7 +27,7 @@ def load_tokenizer(folder, name: str = "tokenizer"):
 
     from backend.schema.messages import Trouble
 
-    if not any((Path(folder) / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+    if not any(is_file(Path(folder) / name) for name in ("tokenizer.json", "vocab.json")):
         raise Trouble(
             "missing_file",
             f"{folder} holds no tokenizer: no tokenizer.json and no vocab.json.",

@@ -25,7 +25,7 @@ from backend.schema.json_values import dicts
 from backend.schema.memory_plan import DTYPE_BYTES
 from backend.schema.messages import Trouble
 from backend.schema.paths import ASSETS
-from backend.schema.untrusted import read_object_or_empty
+from backend.schema.untrusted import is_folder, read_object_or_empty
 
 MEMORY = ASSETS / "memory"
 
@@ -378,7 +378,7 @@ def _is_of(part: PartSizes, said: dict) -> bool:
 def _root(spec: ModelSpec) -> Path | None:
     if spec.processor is not None:
         return spec.processor.parent
-    return spec.path if spec.path is not None and spec.path.is_dir() else None
+    return spec.path if spec.path is not None and is_folder(spec.path) else None
 
 
 def _read_part(part: PartSpec, folder: Path | None) -> PartSizes:

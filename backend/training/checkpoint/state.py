@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from backend.engine.devices import out_of_memory
 from backend.schema.json_values import whole
 from backend.schema.messages import Trouble
-from backend.schema.untrusted import read_object
+from backend.schema.untrusted import exists, is_file, is_folder, read_object
 from backend.system.durable_files import discard_folder, disk_full, is_disk_full, replacing, replacing_folder
 
 FORMAT = 1
@@ -82,7 +82,7 @@ def load_state(path: Path) -> State:
         step=step,
         weights=_read(path / "weights.safetensors", load_file),
         optimizers=optimizers,
-        mean=_read(mean, load_file) if mean.exists() else None,
+        mean=_read(mean, load_file) if exists(mean) else None,
         scaler=scaler,
         random=_read(path / "random.pt", _unpickled),
         facts=facts,
@@ -127,7 +127,7 @@ def _unpickled(file: Path):
 
 def list_states(folder: Path) -> list[Path]:
     """The states in a run's folder, the newest last."""
-    found = [path for path in (folder / "checkpoints").glob("step-*") if (path / "state.json").is_file()]
+    found = [path for path in (folder / "checkpoints").glob("step-*") if is_file(path / "state.json")]
     return sorted(found, key=step_of)
 
 
@@ -152,7 +152,7 @@ def clear_leftovers(folder: Path, output: Path) -> None:
         *folder.glob("samples/*/.*.partial"),
         *(folder / "checkpoints").glob(".step-*.tmp"),
     ]:
-        if left.is_dir():
+        if is_folder(left):
             shutil.rmtree(left, ignore_errors=True)
         else:
             left.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ from backend.catalog.quantization.methods import METHODS
 from backend.catalog.spec import PartSpec
 from backend.engine.quantization.config import QuantizeConfig
 from backend.schema.paths import places
-from backend.schema.untrusted import read_object_or_empty
+from backend.schema.untrusted import exists, is_file, read_object_or_empty
 from backend.system.durable_files import write_text
 from backend.training.encoding.encoding_cache import key_of
 from backend.training.model.base_model import Base, check_there
@@ -110,7 +110,7 @@ def _stored(kept: Kept | None, quantized: QuantizeConfig | None) -> tuple[object
 
 def folder_digest(folder: Path) -> str:
     """A hash of the names and bytes of all files in a folder: a tokenizer's, a processor's."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    files = sorted(path for path in folder.rglob("*") if is_file(path) and not path.name.startswith("."))
     return key_of(*(path.relative_to(folder).as_posix() for path in files), *content_digests(files))
 
 
@@ -158,7 +158,7 @@ def _code(base: Base) -> str:
 def _source_digest(module: str) -> str:
     """Of a module's source, or of its name where there is none to read (then the versions tell)."""
     file = getattr(sys.modules.get(module) or importlib.import_module(module), "__file__", None)
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file and Path(file).exists() else module
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file and exists(Path(file)) else module
 
 
 @functools.cache

@@ -24,6 +24,7 @@ from backend.engine.quantization.quantized_part import load_quantized
 from backend.families import FAMILIES, by_name
 from backend.schema.memory_plan import VramConfig
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import exists, is_file, is_folder
 from backend.system.text_files import listed
 from backend.training.model import frozen_weights
 
@@ -62,7 +63,7 @@ def _entries(section) -> dict[str, list[Path]]:
         named = split_id(entry)
         if named is not None:
             entries[entry] = resolve(*named)
-        elif Path(entry).exists():
+        elif exists(Path(entry)):
             entries[entry] = _files(Path(entry))
         else:
             raise Trouble(
@@ -74,9 +75,9 @@ def _entries(section) -> dict[str, list[Path]]:
 
 
 def _files(path: Path) -> list[Path]:
-    if path.is_dir():
+    if is_folder(path):
         return sorted(path.glob("*.safetensors"))
-    if not path.is_file():
+    if not is_file(path):
         raise Trouble("missing_file", f"There is no model file {path}.", hint="Check --model_paths.")
     return [path]
 

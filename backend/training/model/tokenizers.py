@@ -9,6 +9,7 @@ from pathlib import Path
 from backend.catalog.hub.download import resolve
 from backend.catalog.models import model_folder
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import exists, is_folder
 from backend.training.model.base_model import Base
 
 
@@ -39,7 +40,7 @@ def _folder(kind: str, named: str | None, own: Path | None, usual: tuple, base: 
     found = _named(named) if named else own
     if found is None and base.entries and usual:
         return resolve(*usual)[0]
-    if found is None or not found.is_dir():
+    if found is None or not is_folder(found):
         raise Trouble(
             "missing_file",
             f"The {kind} of {base.spec.title} was not found ({named or found or 'there is none beside it'}).",
@@ -49,7 +50,7 @@ def _folder(kind: str, named: str | None, own: Path | None, usual: tuple, base: 
 
 
 def _named(text: str) -> Path:
-    if Path(text).exists() or ":" not in text:
+    if exists(Path(text)) or ":" not in text:
         return Path(text)
     model, _, pattern = text.rpartition(":")
     return resolve(model, pattern)[0]

@@ -11,6 +11,7 @@ import torch
 from backend import __version__
 from backend.catalog.hub.part_entries import listed_paths
 from backend.schema.settings import to_values
+from backend.schema.untrusted import exists
 from backend.training.checkpoint.thumbnail import thumbnail_of
 from backend.training.model import fsdp
 from backend.training.model.base_model import part_digest
@@ -99,7 +100,7 @@ def _tells_place(value) -> bool:
 def _is_there(text: str) -> bool:
     """Whether `text` is a relative path of something; a bare word is not one, whatever the working folder holds."""
     try:
-        return ("/" in text or "\\" in text or bool(Path(text).suffix)) and Path(text).exists()
+        return ("/" in text or "\\" in text or bool(Path(text).suffix)) and exists(Path(text))
     except (OSError, ValueError):  # too long or odd for a path
         return False
 
@@ -109,4 +110,4 @@ def _model_name(section) -> str:
         return section.model_id_with_origin_paths.partition(":")[0]
     if section.model_paths:
         return Path(listed_paths(section.model_paths)[0][0]).stem
-    return Path(section.model).name if Path(section.model).exists() else section.model
+    return Path(section.model).name if exists(Path(section.model)) else section.model

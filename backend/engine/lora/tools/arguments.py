@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import is_folder
 
 SUFFIX = ".safetensors"
 
@@ -57,7 +58,7 @@ def check_out(out: str | None) -> None:
     """Raises Trouble for a name that no LoRA file can have; None is the tool's own choice."""
     if out is None:
         return
-    if not str(out).strip() or Path(out).is_dir():
+    if not str(out).strip() or is_folder(Path(out)):
         raise Trouble("bad_value", f"{str(out)!r} is no name for a file.", hint=f"Give one that ends in {SUFFIX}.")
     if Path(out).suffix.lower() != SUFFIX:
         raise Trouble(

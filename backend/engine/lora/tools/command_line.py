@@ -12,7 +12,7 @@ from pathlib import Path
 from backend.engine.lora.tools.commands import STORED, TOOLS, run_tool
 from backend.engine.lora.tools.export_formats import LAYOUTS
 from backend.schema.messages import Cancelled, Trouble
-from backend.schema.untrusted import read_object
+from backend.schema.untrusted import exists, is_file, read_object
 
 REQUEST = "--request"
 __all__ = ["main", "run_tool"]
@@ -71,7 +71,7 @@ def _pair(text: str) -> tuple[str, float]:
     try:
         return (path, float(strength)) if colon and len(path) > 1 else (text, 1.0)
     except ValueError:
-        if Path(path).is_file() and not Path(text).exists():
+        if is_file(Path(path)) and not exists(Path(text)):
             raise Trouble(
                 "bad_value",
                 f"{strength!r} in {text} is no strength.",

@@ -26,6 +26,7 @@ from backend.catalog.lora.peft_config import (
 )
 from backend.engine.loading.tensor_source import Source
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import is_file
 
 PAIRS = (("down", "up"), ("hada_w1_b", "hada_w1_a"), ("embedding_down", "embedding_up"))
 
@@ -137,7 +138,7 @@ def check_neighbours(out: Path, *, own_meaning: bool) -> None:
 
     `own_meaning`: the file is made anew, so a configuration that lies there does not speak of it.
     """
-    if not out.with_name(CONFIG).is_file():
+    if not is_file(out.with_name(CONFIG)):
         return
     others = others_beside(out)
     if len({other.stem for other in others}) == 1 and not others[0].name.startswith(STEMS):
