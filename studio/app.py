@@ -22,7 +22,6 @@ from backend.host.process.processes import SUPERVISED
 from backend.host.runs import runs
 from backend.host.shutdown import Ending, end_all
 from backend.schema import login
-from backend.schema.json_values import text
 from backend.schema.messages import Trouble
 from backend.schema.paths import places
 from backend.system import gpu_probe
@@ -75,7 +74,7 @@ def build(studio: Studio) -> gr.Blocks:
         wishes = {"most": most, "looks": looks, "search": models_tab.search, "only": models_tab.only, "tab": here}
 
         def tick(choice: dict, seen: dict, *wished):
-            choice = _whole(choice) | dict(zip(wishes, wished, strict=True))
+            choice |= dict(zip(wishes, wished, strict=True))
             return _draw(studio, (generate_tab, models_tab, train_tab), choice, seen)
 
         look = {"inputs": [ui, shown, *wishes.values()], "outputs": outputs, "js": theme.LOOK} | QUIET
@@ -113,12 +112,6 @@ def build(studio: Studio) -> gr.Blocks:
             function.show_progress_on = [here]
         handler_errors.guard(page)
     return page
-
-
-def _whole(choice: dict | None) -> dict:
-    """A browser may remember choices of an older version, or anything else."""
-    choice = choice if isinstance(choice, dict) else {}
-    return {name: text(choice.get(name, value)) for name, value in saved_forms.CHOICES.items()}
 
 
 def _draw(studio: Studio, parts: tuple, choice: dict, seen: dict) -> list:
@@ -180,7 +173,7 @@ def _wire_load(studio, page, timer, tabs, ui, here, generate_tab, train_tab, pre
         kept = form.fill(preferences_tab.form, studio.preferences())
         return [
             [*fields, *training, *kept],
-            _whole(choice),
+            choice,
             gr.Timer(active=True),
             gr.Tabs(selected=tab or "generate"),
             *others,

@@ -80,7 +80,8 @@ def _wire_form(studio: Studio, tab: Generate, ui: gr.BrowserState, redraw: Calla
     also = (tab.start_picture.change, tab.rows.count.change)
     tab.keeping.keep(changed, tab.fields, [ui], tab.inputs, [tab.plan, tab.faults], *also)
 
-    def fit_model(model: str, *values):
+    def fit_model(model: str | None, *values):
+        model = model or ""
         paths = reference_images.paths_of(_value(tab, "edit_images", values))
         wanted = library.request_defaults(library.models(studio), model, studio)
         return _changes(tab, wanted), drawn_edits(studio, model, paths)
@@ -88,8 +89,8 @@ def _wire_form(studio: Studio, tab: Generate, ui: gr.BrowserState, redraw: Calla
     model = tab.form.controls["model"]
     ask(model.input, fit_model, [model], tab.fields, [tab.edited], tab.keeping, trigger_mode="always_last")
 
-    def fit_loras(model: str):
-        choices = library.lora_choices(library.loras(studio), studio, model)
+    def fit_loras(model: str | None):
+        choices = library.lora_choices(library.loras(studio), studio, model or "")
         return [gr.update(choices=choices)] * len(tab.rows.files)
 
     model.input(fit_loras, model, tab.rows.files, trigger_mode="always_last", **QUIET)

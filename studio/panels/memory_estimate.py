@@ -22,6 +22,7 @@ from backend.schema.memory_plan import GIB, Card
 from backend.schema.messages import Trouble
 from backend.schema.settings import from_values
 from backend.schema.training.config import TrainingConfig
+from backend.schema.untrusted import exists
 from backend.system import gpu_probe
 from studio.state import library
 from studio.state.context import Studio
@@ -101,7 +102,7 @@ def sizes_of_model(studio: Studio, value: str) -> tuple[ModelSizes, ModelSpec | 
 def answers(studio: Studio) -> tuple[int, ...]:
     """Changes when more is known of a model than before, of what jobs on this machine took, or how fast it is."""
     files = (studio.places.user / name for name in ("measured.json", "calibration.json"))
-    changed = (file.stat().st_mtime_ns if file.exists() else 0 for file in files)
+    changed = (file.stat().st_mtime_ns if exists(file) else 0 for file in files)
     return (*background_estimates.stamp(studio.places), *changed, dataset_changes())
 
 

@@ -10,11 +10,14 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
+from studio.serving.field_values import check_event, check_values
 from studio.serving.responses import answer
 
 MOST_BYTES = 64 * 2**20
 MOST_DEPTH = 60
+LARGEST = 2**63 - 1  # whole numbers over that, no answer of Gradio's can hold
 UNWRITABLE = re.compile("[\0\ud800-\udfff]")
 INSTEAD = "\ufffd"
 CALLS = ("/gradio_api/run/", "/gradio_api/api/", "/gradio_api/queue/join")
@@ -22,10 +25,11 @@ JSON = (*CALLS, "/gradio_api/cancel", "/gradio_api/reset")
 
 
 class Calls:
-    """ASGI middleware. `functions` are the page's, by number: each has `inputs`."""
+    """ASGI middleware. `functions` are the page's, by number: each has `inputs`, and `fn` where it runs here. `uploads`: where files lie that
+    were sent, the only ones that a call may name."""
 
-    def __init__(self, app, functions: Mapping[int, object]):
-        self.app, self.functions = app, functions
+    def __init__(self, app, functions: Mapping[int, object], uploads: Path):
+        self.app, self.functions, self.uploads = app, functions, uploads
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith(JSON):
@@ -48,15 +52,18 @@ class Calls:
         await self.app({**scope, "headers": headers}, _again(data, receive), _told(send))
 
     def _check(self, body: dict) -> None:
-        """Whether the page has that function, and this many values go into it."""
+        """Raises ValueError where the page has no such function, or these values do not go into it."""
         number, values = body.get("fn_index"), body.get("data")
         if not isinstance(number, int) or isinstance(number, bool) or number not in self.functions:
             raise ValueError("fn_index names no function")
-        if getattr(self.functions[number], "fn", None) is None:
+        function = self.functions[number]
+        if getattr(function, "fn", None) is None:
             raise ValueError("this function runs in the browser alone")
-        wanted = len(self.functions[number].inputs)
+        wanted = len(function.inputs)
         if not isinstance(values, list) or len(values) != wanted:
             raise ValueError(f"data must be a list of {wanted} values")
+        check_values(function.inputs, values, self.uploads)
+        body["event_data"] = check_event(function.fn, body.get("event_data"))
 
 
 def cleaned(value, depth: int = 0):
@@ -67,6 +74,8 @@ def cleaned(value, depth: int = 0):
         return UNWRITABLE.sub(INSTEAD, value)
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError("a number in it is not finite")
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise ValueError("a number in it is too large")
     if isinstance(value, list):
         return [cleaned(item, depth + 1) for item in value]
     if isinstance(value, dict):

@@ -78,7 +78,7 @@ def application(studio: Studio, page: gr.Blocks, *, keys: Keys, hosts: Hosts) ->
     inner = next(route.app for route in outer.routes if isinstance(route, Mount))
     inner.state_holder = Sessions()
     inner.state_holder.set_blocks(page)
-    return Guard(Calls(outer, page.fns), keys=keys, hosts=hosts, root_path=studio.root_path)
+    return Guard(Calls(outer, page.fns, studio.uploads), keys=keys, hosts=hosts, root_path=studio.root_path)
 
 
 def _told_of_values(preprocess: Callable) -> Callable:

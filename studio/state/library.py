@@ -15,6 +15,7 @@ from backend.planner.costs.model_sizes import sizes_of
 from backend.schema.messages import Trouble
 from backend.schema.paths import ASSETS
 from backend.schema.request import GenerationRequest
+from backend.schema.untrusted import is_file, is_folder
 from studio.state.context import Studio
 
 STARTER = "loft/starter"
@@ -51,7 +52,7 @@ def model_id(spec: ModelSpec, studio: Studio) -> str:
     path = spec.path or Path()
     if path == ASSETS / "starter":
         return STARTER
-    if path.is_relative_to(studio.places.models) and path.is_dir():
+    if path.is_relative_to(studio.places.models) and is_folder(path):
         return path.relative_to(studio.places.models).as_posix()
     return str(path)
 
@@ -207,7 +208,7 @@ def check_loras(found: Sequence[ModelSpec | Trouble], request: GenerationRequest
     corrections = library.read_corrections(studio.places.user)
     for model, module in _called(found, request.model, studio):
         for use in request.loras:
-            if not use.strength or not Path(use.path).is_file():
+            if not use.strength or not is_file(Path(use.path)):
                 continue  # a file that is missing is told by who opens it
             spec = library.lora_at(Path(use.path), studio.families, corrections)
             if spec.family and model.family not in (spec.family, *spec.families_possible):

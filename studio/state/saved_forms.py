@@ -8,7 +8,7 @@ from pathlib import Path
 
 import gradio as gr
 
-from backend.schema.json_values import printable
+from backend.schema.json_values import printable, text
 from backend.schema.messages import Trouble
 from backend.schema.paths import Places
 from backend.schema.preferences import Preferences
@@ -23,7 +23,18 @@ CHOICES = {"picture": "", "run": "", "lora": "", "card": "", "asked": "", "fitte
 
 def browser_choices() -> gr.BrowserState:
     """The picture, run and LoRA chosen in this browser; the tab is remembered by the page's script. The key is fixed so that a restart of the studio keeps them."""
+    gr.BrowserState.preprocess = _known_choices  # of each call that carries them
     return gr.BrowserState(dict(CHOICES), storage_key="loft-choices", secret="loft")
+
+
+def _known_choices(_: gr.BrowserState, kept: object) -> dict[str, str]:
+    return known_choices(kept)
+
+
+def known_choices(kept: object) -> dict[str, str]:
+    """Every one of `CHOICES` as a browser has `kept` them: it may have those of an older version, or anything else."""
+    kept = kept if isinstance(kept, dict) else {}
+    return {name: text(kept.get(name, value)) for name, value in CHOICES.items()}
 
 
 def settled(path: Path) -> bool:

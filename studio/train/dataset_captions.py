@@ -221,7 +221,7 @@ def save(folder: Path, edits: dict[str, str], places: Places) -> tuple[Path, str
         beside = (target / path.relative_to(folder)).with_suffix(".txt")
         earlier = before / beside.relative_to(target)
         earlier.parent.mkdir(parents=True, exist_ok=True)
-        if beside.is_file():
+        if is_file(beside):
             shutil.copy2(beside, earlier)
             kept += 1
         else:
@@ -239,7 +239,9 @@ def undo(folder: Path) -> tuple[list[str], str]:
     """
     there = folder / EARLIER
     saves = (
-        sorted(path for path in there.iterdir() if path.is_dir() and path.suffix != UNDONE) if there.is_dir() else []
+        sorted(path for path in there.iterdir() if is_folder(path) and path.suffix != UNDONE)
+        if is_folder(there)
+        else []
     )
     if not saves:
         return [], "There is no save of captions to take back here."
@@ -256,7 +258,7 @@ def undo(folder: Path) -> tuple[list[str], str]:
 def _swap(one: Path, other: Path) -> None:
     """Exchanges two files; `one` may have gone meanwhile, and is never half written."""
     aside = other.with_name(f".{other.name}.aside")
-    if one.is_file():
+    if is_file(one):
         shutil.copy2(one, aside)
     else:
         aside.touch()
@@ -289,6 +291,6 @@ def take_upload(files: list[str], name: str, places: Places) -> tuple[Path, str]
     for path in wanted:
         shutil.copy2(path, target / path.name)
     num_texts = sum(
-        (target / path.name).with_suffix(".txt").is_file() for path in wanted if path.suffix.lower() in PICTURES
+        is_file((target / path.name).with_suffix(".txt")) for path in wanted if path.suffix.lower() in PICTURES
     )
     return target, f"{count_words(num_pictures, 'picture')}, {num_texts} with a caption, are now in {target}."

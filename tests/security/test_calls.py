@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
+import time
+from pathlib import Path
 
 import pytest
 
 from studio.serving.api_calls import cleaned
 from studio.serving.server import SERVED
-from tests.security.requests_by_hand import ask
+from tests.security.page_by_hand import PageCalls
+from tests.security.requests_by_hand import ask, form_of
 from tests.security.test_access import routes_of
 
 JUNK = (
@@ -92,13 +96,77 @@ def test_texts_lose_what_nothing_can_keep():
             cleaned(odd)
 
 
+FILE = {"meta": {"_type": "gradio.FileData"}}
+ODD = (
+    None, True, -1, 10**30, 1e300, "", "y" * 300, "a\0b\ud83d", "/dev/zero", "//server/share/x", "[" * 2000, [], [None], [[1]], {}, {"a": 1},
+    {"path": "/etc/passwd", **FILE}, [{"path": "/dev/zero", **FILE}],
+)  # fmt: skip
+
+
 def test_values_of_the_wrong_type_are_the_callers_mistake(locked):
-    mine = {"Authorization": f"Bearer {locked.token}", "Content_Type": "application/json"}
-    functions = json.loads(ask(locked.port, "/config", **mine).body)["dependencies"]
-    for function in functions[::8]:
-        for value in ("x", {}, []):
-            body = json.dumps({"fn_index": function["id"], "data": [value] * len(function["inputs"])}).encode()
-            reply = ask(locked.port, "/gradio_api/run/predict", method="POST", body=body, **mine)
-            assert reply.status in (200, 400, 422), (function["id"], value, reply.body[:200])
-    # No page sends such values: that a handler met one unforeseen is in the log, and that is all that came of it.
-    (locked.places.user / "faults.log").unlink(missing_ok=True)
+    """Every function with the same odd value everywhere; then one odd value at a time among those that a browser sends, another choice of them
+    each day."""
+    page = PageCalls(locked)
+    page.open()
+    started = page.function("train-start", "click")
+
+    def tried(function: dict, data: list) -> None:
+        event = draw.choice(({"do": "x", "what": "y"}, {"do": 5}, {"index": 0, "value": "x"}, [], None))
+        reply = page.post(function, data, event=event)
+        assert reply.status in (200, 400, 422), (function["api_name"], data, event, reply.body[:200])
+
+    today = time.strftime("%Y-%m-%d")
+    draw = random.Random(today)
+    for function in page.functions:
+        for value in draw.sample(ODD, 4):
+            tried(function, [value] * len(function["inputs"]))
+    chosen = draw.sample([one for one in page.functions if one is not started and one["inputs"]], 12)
+    for function in (*chosen, started):
+        # A run that nothing is wrong with would be started.
+        sent = page.sent(function, **({"set_dataset_base_path": ""} if function is started else {}))
+        for at in draw.sample(range(len(sent)), min(len(sent), 15)):
+            tried(function, [*sent[:at], draw.choice(ODD), *sent[at + 1 :]])
+    assert not locked.faults(), f"drawn by {today}: {locked.faults()}"
+
+
+def test_only_files_that_were_sent_may_be_named(locked, tmp_path):
+    """Gradio would copy the file to where it is served from, read `/dev/zero` for ever, and fetch what an address names."""
+    page = PageCalls(locked)
+    page.open()
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(b"secret")
+    uploads = locked.places.cache / "uploads"
+    (uploads / "link").mkdir(parents=True)
+    (uploads / "link" / "a.png").symlink_to(secret)
+    before = set(uploads.rglob("*"))
+    outside = (secret, "/etc/passwd", "/dev/zero", "http://127.0.0.1:9/x.png", "a.png", "//server/share/x.png", uploads / ".." / "..", uploads,
+               uploads / "link" / "a.png", f"{uploads}/../../user/token", "", 5, "a\0b")  # fmt: skip
+    function = page.function("picture-1", "click")
+    for path in outside:
+        named = {"path": path if isinstance(path, int) else str(path), "url": "http://127.0.0.1:9/y.png", **FILE}
+        for value in (
+            named,
+            [named],
+            {"deep": [{"deeper": named}]},
+            {**named, "is_stream": True},
+            {"path": named["path"], "meta": 5},
+        ):
+            began = time.monotonic()
+            reply = page.post(function, [value])
+            assert reply.status == 422 and b"no file that was sent" in reply.body, (value, reply.body[:200])
+            assert time.monotonic() - began < 10
+    assert set(uploads.rglob("*")) == before
+    sent = ask(
+        locked.port,
+        "/gradio_api/upload",
+        method="POST",
+        body=form_of(("a.png", b"1"))[0],
+        Content_Type=form_of()[1],
+        **page.headers,
+    )
+    (kept,) = json.loads(sent.body)
+    assert page.post(function, [{"path": kept, **FILE}]).status == 200
+    Path(kept).unlink()
+    assert page.post(function, [{"path": kept, **FILE}]).status == 200, (
+        "it may have been cleaned away: the handler says so"
+    )

@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import gradio as gr
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -29,7 +30,7 @@ from backend.schema.request import GenerationRequest
 from studio import app
 from studio.panels import engine_status
 from studio.state.context import Studio
-from studio.state.saved_forms import CHOICES
+from studio.state.saved_forms import CHOICES, known_choices
 from studio.widgets import handler_errors
 
 TABS = ("generate", "models", "train")
@@ -50,7 +51,10 @@ class Page:
         self.functions = {function.name: function for function in page.fns.values()}
 
     def call(self, name: str, *values):
-        out = self.functions[name].fn(*values)
+        function = self.functions[name]
+        remembered = [isinstance(one, gr.BrowserState) for one in function.inputs][: len(values)]
+        values = [known_choices(value) if kept else value for value, kept in zip(values, remembered, strict=True)]
+        out = function.fn(*values)
         str(out).encode()  # half a character could not be sent
         assert not self.faults, self.faults
         return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from studio import app
+from studio.state import saved_forms
 
 
 def test_a_public_address_without_a_login_is_refused(data, capsys):
@@ -11,5 +12,6 @@ def test_a_public_address_without_a_login_is_refused(data, capsys):
 
 
 def test_choices_of_an_older_version_are_completed():
-    assert app._whole(None) == app._whole({}) == app.saved_forms.CHOICES
-    assert app._whole({"run": "x", "gone": 1}) == app.saved_forms.CHOICES | {"run": "x"}
+    known = saved_forms.known_choices
+    assert known(None) == known({}) == known(5) == known({"run": 5}) == saved_forms.CHOICES
+    assert known({"run": "x", "gone": 1}) == saved_forms.CHOICES | {"run": "x"}
