@@ -1,7 +1,9 @@
-"""What programs put before the names of a model's tensors, and what they slip in between: one answer for tensors, markers and header entries.
+"""What programs put before the names of a model's tensors, and what they slip in between: one answer for tensors,
+markers and header entries.
 
-A prefix is any run of these words ("pipe.dit.", "module.model.diffusion_model."). Which tensors a part has is found by its own names
-(`backend.catalog.models.match_parts`), whatever stands before them; this module says when two names mean the same module.
+A prefix is any run of these words ("pipe.dit.", "module.model.diffusion_model."). Which tensors a part has is found by
+its own names (`backend.catalog.models.match_parts`), whatever stands before them; this module says when two names mean
+the same module.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class Modules:
         self._endings: dict[str, list[str]] | None = None
 
     def meant(self, name: str) -> tuple[str, ...]:
-        """The modules that `name` means: the one of that very name, else all that end with it, prefix words left aside."""
+        """The modules that `name` means: the one of that very name, else all that end with it, prefix words left
+        aside."""
         name = unwrapped(name)
         if name in self.names:
             return (name,)

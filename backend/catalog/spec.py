@@ -34,7 +34,8 @@ class TensorAt:
 
 @dataclass(frozen=True)
 class Packed:
-    """A quantized weight: its form (`backend.catalog.quantization`), the stored tensors that it is made from, and the form's settings.
+    """A quantized weight: its form (`backend.catalog.quantization`), the stored tensors that it is made from, and the
+    form's settings.
 
     `whole` is the shape of what is dequantized, `rows` which of its rows the tensor is (None: all).
     """

@@ -1,7 +1,8 @@
 """Module names in every spelling: a model's own list, other programs' names by a family's rules, dotted or flattened.
 
-A flattened name (`lora_unet_` files write `_` for `.`) cannot be taken apart by rule; it is looked up among the flattened
-spellings of all modules there are. So everything is compared in flattened form, without underscores at its ends.
+A flattened name (`lora_unet_` files write `_` for `.`) cannot be taken apart by rule; it is looked up among the
+flattened spellings of all modules there are. So everything is compared in flattened form, without underscores at its
+ends.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from backend.catalog.spec import TensorAt
 class Slot:
     """A module that a name stands for, or the rows of it.
 
-    `share`: which rows of the named (perhaps fused) thing are this module's, as (start, stop, whole).
-    `place`: which rows of the module they are, likewise. `parameter`: which of its parameters a change of the weight changes.
+    `share`: which rows of the named (perhaps fused) thing are this module's, as (start, stop, whole). `place`: which
+    rows of the module they are, likewise. `parameter`: which of its parameters a change of the weight changes.
     """
 
     module: str
@@ -102,7 +103,8 @@ def fill(form: str, numbers: Iterable[str | int]) -> str:
 
 
 def own_tensors(tensors: Mapping[str, TensorAt], dialect: NameMap) -> dict[str, TensorAt]:
-    """Stored tensors under the part's own parameter names: fused ones cut into their rows, which lie one after the other."""
+    """Stored tensors under the part's own parameter names: fused ones cut into their rows, which lie one after the
+    other."""
     found = {}
     rules = [(_pattern(rule.theirs), rule) for rule in dialect.rules if not rule.place]
     for key, at in tensors.items():

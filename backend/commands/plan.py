@@ -1,4 +1,7 @@
-"""`python -m backend plan`: its arguments, and what it prints. What cannot be is one sentence on stderr, and status 2."""
+"""`python -m backend plan`: its arguments, and what it prints.
+
+What cannot be is one sentence on stderr, and status 2.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> None:
-    """MODEL [--card 12GiB | --card rtx3060 | --cards 8GiB,12GiB] [--ram GIB] [--size WxH[xFRAMES]] [--exact] [--free GIB] [--train FLAGS]."""
+    """MODEL [--card 12GiB | --card rtx3060 | --cards 8GiB,12GiB] [--ram GIB] [--size WxH[xFRAMES]] [--exact] [--free
+    GIB] [--train FLAGS]."""
     said = parser().parse_args(argv)
     try:
         show(said)
@@ -219,7 +223,8 @@ def _job(said: argparse.Namespace, size: tuple[int, ...], sizes: ModelSizes):
 
 
 def _model(name: str) -> ModelSpec | str:
-    """A folder or file is identified, which takes the families; of an id the headers are read where its files are; else a published name."""
+    """A folder or file is identified, which takes the families; of an id the headers are read where its files are; else
+    a published name."""
     if not name.strip():
         raise ValueError("The model's name is empty; say something like FLUX.1-dev, or a folder.")
     if exists(Path(name)):

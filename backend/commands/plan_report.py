@@ -19,9 +19,11 @@ def table(
     guessed: bool = False,
     scripts: bool = True,
 ) -> str:
-    """Phases as rows, then what was done and why. `taken`: the advice as flags. `speed`: where the seconds are from.
-    `answers`: to what one asks next. `words`: what the figures rest on; `guessed`: they are a guess; `scripts`: what a script or a run is
-    told is printed too."""
+    """Phases as rows, then what was done and why.
+
+    `taken`: the advice as flags. `speed`: where the seconds are from. `answers`: to what one asks next. `words`: what
+    the figures rest on; `guessed`: they are a guess; `scripts`: what a script or a run is told is printed too.
+    """
     rows = [("phase", "weights", "staging", "working", "adapter", "peak low", "peak high", "RAM", "seconds")]
     for phase in found.phases:
         rows.append(
@@ -85,14 +87,16 @@ def line(found: VramPlan, *, guessed: bool = False) -> str:
     rungs = "+".join(dict.fromkeys(_short(step.rung, found) for step in found.steps)) or "all resident"
     mark = {"green": "", "amber": "? ", "red": "no: "}[found.verdict]
     return (
-        f"{mark}{found.peak_low_bytes / GIB:.1f}-{found.peak_high_bytes / GIB:.1f}{' (a guess)' if guessed else ''} {rungs}, "
+        f"{mark}{found.peak_low_bytes / GIB:.1f}-{found.peak_high_bytes / GIB:.1f}{' (a guess)' if guessed else ''} "
+        f"{rungs}, "
         f"{_range(found.seconds)} s"
     )
 
 
 def _short(rung: str, found: VramPlan) -> str:
     if rung == "stream:dit" and "dit" in found.streamed_blocks:
-        return f"stream {len(found.streamed_blocks['dit'])}/{len(found.streamed_blocks['dit']) + len(found.resident_blocks['dit'])}"
+        streamed, resident = len(found.streamed_blocks["dit"]), len(found.resident_blocks["dit"])
+        return f"stream {streamed}/{streamed + resident}"
     return rung.replace(":", " ")
 
 

@@ -26,8 +26,9 @@ def size_of(
 ) -> tuple[int, int]:
     """(height, width) at which a picture is trained.
 
-    Fixed where both are given; else the picture's own, made smaller to at most `max_pixels`, each side cut to a multiple of
-    `multiple`. `snap` chooses the nearest of a few proportions and areas (halved from `max_pixels` on), so that batches fill.
+    Fixed where both are given; else the picture's own, made smaller to at most `max_pixels`, each side cut to a
+    multiple of `multiple`. `snap` chooses the nearest of a few proportions and areas (halved from `max_pixels` on), so
+    that batches fill.
     """
     if height and width:
         return _floor(height, multiple), _floor(width, multiple)
@@ -54,7 +55,9 @@ def epoch_batches(
     seed: int,
     epoch: int,
 ) -> list[Batch]:
-    """The batches of one epoch in their order. Batches hold items of equal `shapes`; the last of each shape may be smaller.
+    """The batches of one epoch in their order.
+
+    Batches hold items of equal `shapes`; the last of each shape may be smaller.
 
     Every picture comes `repeat` times its weight; pictures drawn by the untouched model are added until they are
     `prior_share` of the samples.
@@ -79,7 +82,8 @@ def epoch_batches(
 
 
 def _filled(group: list, shape: Hashable, samples: list[int], shapes, batch_size: int, last: int) -> list:
-    """The rest of a shape as a whole batch: filled with others of it where the epoch has a batch of them, else left small.
+    """The rest of a shape as a whole batch: filled with others of it where the epoch has a batch of them, else left
+    small.
 
     A step on a handful of samples among large ones would be mostly noise.
     """

@@ -1,4 +1,5 @@
-"""What can be wrong with what a run is given to read, looked for before torch is loaded: whoever mistyped a path is told within a second."""
+"""What can be wrong with what a run is given to read, looked for before torch is loaded: whoever mistyped a path is
+told within a second."""
 
 from __future__ import annotations
 
@@ -15,8 +16,11 @@ from backend.system.text_files import listed
 
 
 def look(config, *, index: Path) -> Dataset | None:
-    """Raises Trouble for a dataset that cannot be read and for files that are not there. What it finds out of the pictures is kept in
-    `index`. The dataset, read as the flags alone tell; None where a second stage reads none."""
+    """Raises Trouble for a dataset that cannot be read and for files that are not there.
+
+    What it finds out of the pictures is kept in `index`. The dataset, read as the flags alone tell; None where a second
+    stage reads none.
+    """
     _check_resume(config.output.resume_from_checkpoint)
     check_files(config.lora)
     section, task, data = config.dataset, config.training.task, None
@@ -26,7 +30,10 @@ def look(config, *, index: Path) -> Dataset | None:
             raise Trouble(
                 "missing_file",
                 f"The folder of encodings {section.dataset_base_path!r} does not exist.",
-                hint=f"Make them first: the same command with --task {task.partition(':')[0]}:data_process, and its --output_path here.",
+                hint=(
+                    f"Make them first: the same command with --task {task.partition(':')[0]}:data_process, and "
+                    "its --output_path here."
+                ),
             )
     else:
         data = read_data(config, index=index, edits=asks_edits(section))

@@ -1,4 +1,7 @@
-"""Which part of a picture is shown: the largest middle part, and other cuts as far as its proportions and pixels allow. No torch."""
+"""Which part of a picture is shown: the largest middle part, and other cuts as far as its proportions and pixels allow.
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ def num_cuts(item: Item, size: tuple[int, int], *, crops: int, zoom: float) -> i
 def cut(item: Item, size: tuple[int, int], number: int, *, zoom: float) -> Box | None:
     """The box of cut `number` with the proportions of `size`; None for cut 0, the largest middle part.
 
-    The others lie anywhere and are up to `zoom` times smaller than the largest, but never so small that they would be enlarged.
+    The others lie anywhere and are up to `zoom` times smaller than the largest, but never so small that they would be
+    enlarged.
     """
     if number == 0:
         return None
@@ -52,7 +56,8 @@ MOST_NAMED = 3
 
 
 def losses(items: Sequence[Item], sizes: Sequence[tuple[int, int]], *, snapped: bool) -> list[str]:
-    """Sentences about pictures of which much is cut away, or which are enlarged, at the sizes (height, width) that they train at.
+    """Sentences about pictures of which much is cut away, or which are enlarged, at the sizes (height, width) that they
+    train at.
 
     `snapped`: the sizes are of a few proportions, for a batch holds pictures of one size.
     """
@@ -66,7 +71,8 @@ def losses(items: Sequence[Item], sizes: Sequence[tuple[int, int]], *, snapped: 
             parts = [f"keeps {kept:.0%} of itself"] if kept < LEAST_KEPT else []
             parts += [f"is enlarged {enlarged:.1f} times"] if enlarged > MOST_ENLARGED else []
             said.append(
-                f"{item.path.name} ({item.width} x {item.height}) {' and '.join(parts)} at {size[1]} x {size[0]} pixels."
+                f"{item.path.name} ({item.width} x {item.height}) {' and '.join(parts)} at {size[1]} x {size[0]} "
+                "pixels."
             )
     if len(said) > MOST_NAMED:
         said = [*said[:MOST_NAMED], f"{len(said) - MOST_NAMED} more pictures likewise."]

@@ -32,7 +32,8 @@ MOST_INDEX_BYTES = 2**28  # of what is remembered of pictures: a million of them
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture that samples begin from: where it is, how large it is in the file (pixels), and the sha256 of the file."""
+    """A picture that samples begin from: where it is, how large it is in the file (pixels), and the sha256 of the
+    file."""
 
     path: Path
     width: int = 0
@@ -76,10 +77,10 @@ def read_dataset(
 ) -> Dataset:
     """The dataset that a config's `dataset` section names.
 
-    `index` is a JSON file that remembers sizes and digests by path, size and time. `edits`: every sample is edited from pictures, in the
-    column `edit_image`; otherwise that column is not read. `sizes_only`: only headers of pictures are read, so there are no digests; what
-    was found is remembered in it. Raises Trouble for a missing or empty
-    folder, a metadata file without the right columns, and (unless `skip_broken_pictures`) a picture that cannot be read.
+    `index` is a JSON file that remembers sizes and digests by path, size and time. `edits`: every sample is edited from
+    pictures, in the column `edit_image`; otherwise that column is not read. `sizes_only`: only headers of pictures are
+    read, so there are no digests; what was found is remembered in it. Raises Trouble for a missing or empty folder, a
+    metadata file without the right columns, and (unless `skip_broken_pictures`) a picture that cannot be read.
     """
     bases = listed(section.dataset_base_path)
     metadata = listed(section.dataset_metadata_path)
@@ -109,7 +110,10 @@ def read_dataset(
             raise Trouble(
                 "no_edit_image",
                 f"Nothing says which pictures those in {base} are edited from.",
-                hint=f"Give a metadata file with the columns image, prompt and edit_image (--dataset_metadata_path){_tables_in(base)}.",
+                hint=(
+                    "Give a metadata file with the columns image, prompt and edit_image "
+                    f"(--dataset_metadata_path){_tables_in(base)}."
+                ),
             )
         else:
             found = _from_folder(base, notes)
@@ -169,8 +173,8 @@ def _from_folder(base: Path, notes: list[str]) -> Iterator[Item]:
 
 
 def _listing(base: Path) -> tuple[list[Path], set[str], list[str]]:
-    """The pictures in `base` and the folders below it in their order, the paths of the text files, and what has a name that is not in UTF-8,
-    which nothing written about a run could hold. What begins with a dot is none of them."""
+    """The pictures in `base` and the folders below it in their order, the paths of the text files, and what has a name
+    that is not in UTF-8, which nothing written about a run could hold. What begins with a dot is none of them."""
     pictures, texts, bad = [], set(), []
     for folder, inner, names in os.walk(base):
         inner[:] = sorted(name for name in inner if not name.startswith("."))
@@ -249,7 +253,10 @@ def _broken(path: Path, error: OSError) -> Trouble:
 
 
 def measure(paths: Iterable[Path]) -> tuple[Picture, ...]:
-    """Pictures that belong to no dataset, with their sizes and digests. Raises Trouble for the first that cannot be read."""
+    """Pictures that belong to no dataset, with their sizes and digests.
+
+    Raises Trouble for the first that cannot be read.
+    """
     found = []
     for path in paths:
         entry = _measure(path)
@@ -260,7 +267,9 @@ def measure(paths: Iterable[Path]) -> tuple[Picture, ...]:
 
 
 def _entries(paths: list[Path], known: dict[str, list], *, until_broken: bool, measure) -> list[list | OSError]:
-    """What is to be known of each picture file, or why it cannot be. `until_broken`: the list ends with the first that cannot.
+    """What is to be known of each picture file, or why it cannot be.
+
+    `until_broken`: the list ends with the first that cannot.
 
     Files that are not known yet are read by several threads, for reading and hashing let each other run.
     """
@@ -291,7 +300,8 @@ def _known(path: Path, known: dict[str, list]) -> list | OSError | None:
 
 
 def _measure(path: Path) -> list | OSError:
-    """[bytes, time, width, height, sha256] of a picture file; the header only is decoded, of a mask all: it is not encoded before training."""
+    """[bytes, time, width, height, sha256] of a picture file; the header only is decoded, of a mask all: it is not
+    encoded before training."""
     try:
         status, data = path.stat(), path.read_bytes()
         with Image.open(io.BytesIO(data)) as picture:

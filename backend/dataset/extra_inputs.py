@@ -1,4 +1,7 @@
-"""Flags and columns that only some models or tasks can take: what is taken, and a sentence for everything that is not. No torch."""
+"""Flags and columns that only some models or tasks can take: what is taken, and a sentence for everything that is not.
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,8 @@ def check_flags(config, family: Family, spec: ModelSpec) -> None:
     if devices not in (1, processes):
         raise Trouble(
             "bad_value",
-            f"{devices} devices are to train (--devices), but {processes} {'process was' if processes == 1 else 'processes were'} "
+            f"{devices} devices are to train (--devices), but {processes} "
+            f"{'process was' if processes == 1 else 'processes were'} "
             "started.",
             hint=f"accelerate launch --multi_gpu --num_processes {devices} -m backend.training …",
         )
@@ -60,7 +64,10 @@ def _check_no_edits(config, spec: ModelSpec, family: Family) -> None:
     if EDIT in listed(config.dataset.extra_inputs) and "dit" not in spec.parts:
         raise Trouble(
             "missing_part",
-            f"How the pictures under {EDIT} are to be encoded is told by the model's transformer, which is not among the files.",
+            (
+                f"How the pictures under {EDIT} are to be encoded is told by the model's transformer, which is not "
+                "among the files."
+            ),
             hint="Name its files too; the first of two stages does not load them.",
         )
     if config.model.processor_path:
@@ -72,7 +79,10 @@ def _check_no_edits(config, spec: ModelSpec, family: Family) -> None:
     if EDIT in listed(config.dataset.extra_inputs):
         raise Trouble(
             "bad_value",
-            f"{title} makes pictures of text alone, so it cannot be trained to edit the pictures under {EDIT} (--extra_inputs).",
+            (
+                f"{title} makes pictures of text alone, so it cannot be trained to edit the pictures under {EDIT} "
+                "(--extra_inputs)."
+            ),
             hint=f"{family.EDIT_HINT} Or leave --extra_inputs out.",
         )
     if config.samples.sample_edit_images.strip():
@@ -111,7 +121,10 @@ def check_steps(steps: Iterable[int | None], batch_size: int) -> None:
 
 
 def read_extras(row: dict, wanted: tuple[str, ...], number: int, name: str) -> dict[str, int]:
-    """What the columns `wanted` of row `number` of the metadata file `name` say, as values of an item: {"steps": 4}. Raises Trouble."""
+    """What the columns `wanted` of row `number` of the metadata file `name` say, as values of an item: {"steps": 4}.
+
+    Raises Trouble.
+    """
     for column in wanted:
         if row.get(column) in (None, ""):
             raise Trouble(
@@ -136,7 +149,10 @@ def read_extras(row: dict, wanted: tuple[str, ...], number: int, name: str) -> d
     if steps is None or not steps.is_integer() or not 1 <= steps <= 100:
         raise Trouble(
             "bad_metadata",
-            f"Row {number} of {name} has {row['num_inference_steps']!r} num_inference_steps, not a number from 1 to 100.",
+            (
+                f"Row {number} of {name} has {row['num_inference_steps']!r} num_inference_steps, not a number from 1 "
+                "to 100."
+            ),
         )
     return {"steps": int(steps)}
 

@@ -1,7 +1,8 @@
-"""What a run will be given to do, looked up before it starts and without torch: sizes of its pictures, lengths of its captions, its steps.
+"""What a run will be given to do, looked up before it starts and without torch: sizes of its pictures, lengths of its
+captions, its steps.
 
-The page asks at every keystroke: a dataset is read by a thread, once for as long as its files stay as they are, and a keystroke takes what is
-known by then. Whoever has time waits for it.
+The page asks at every keystroke: a dataset is read by a thread, once for as long as its files stay as they are, and a
+keystroke takes what is known by then. Whoever has time waits for it.
 """
 
 from __future__ import annotations
@@ -63,8 +64,10 @@ def dataset_changes() -> int:
 
 
 def look_ahead(config, sizes: ModelSizes, family: Family | None, *, wait: float | None = None) -> Ahead:
-    """What a run of `config` with the model of `sizes` will do. `family`: the module of its family. `wait`: seconds to wait for a dataset
-    that is being read; None: until it is."""
+    """What a run of `config` with the model of `sizes` will do.
+
+    `family`: the module of its family. `wait`: seconds to wait for a dataset that is being read; None: until it is.
+    """
     if (
         family is None
         or not family.DRAWS
@@ -138,7 +141,7 @@ def _stamp(config) -> tuple:
     for base in (*listed(section.dataset_base_path), *listed(config.prior.regularisation_path)):
         for folder, inner, names in os.walk(base):
             inner.sort()
-            found += [_status(os.path.join(folder, name)) for name in sorted(names)]  # noqa: PTH118  # ten thousand names
+            found += [_status(os.path.join(folder, name)) for name in sorted(names)]  # noqa: PTH118
     return (*found, *(_status(path) for path in listed(section.dataset_metadata_path)))
 
 
@@ -164,10 +167,22 @@ def known_of(config, data: Dataset, sizes: ModelSizes, family: Family) -> dict:
     """Fields of `Work` that `data` tells of a run of `config`."""
     training, samples = config.training, config.samples
     key = (
-        config.dataset, config.prior, config.model.tokenizer_path, training.batch_size, training.num_epochs, training.max_steps, training.devices,
-        training.gradient_accumulation_steps, training.seed, samples.sample_prompts, samples.sample_edit_images, samples.sample_width,
-        samples.sample_height, samples.sample_guidance, samples.validation_split,
-    )  # fmt: skip
+        config.dataset,
+        config.prior,
+        config.model.tokenizer_path,
+        training.batch_size,
+        training.num_epochs,
+        training.max_steps,
+        training.devices,
+        training.gradient_accumulation_steps,
+        training.seed,
+        samples.sample_prompts,
+        samples.sample_edit_images,
+        samples.sample_width,
+        samples.sample_height,
+        samples.sample_guidance,
+        samples.validation_split,
+    )
     kept = _KNOWN.get(key)
     if kept is None or kept[0] is not data or kept[1] is not sizes:
         while len(_KNOWN) > 32:

@@ -21,7 +21,8 @@ MOST_TABLE_BYTES = 2**29  # a million rows of captions
 
 @dataclass(frozen=True)
 class Row:
-    """One sample: its picture and the pictures that it is edited from, as written; its captions; and what else is said of it."""
+    """One sample: its picture and the pictures that it is edited from, as written; its captions; and what else is said
+    of it."""
 
     picture: str
     captions: tuple[str, ...]
@@ -31,7 +32,9 @@ class Row:
 
 
 def read_rows(path: Path, section, notes: list[str], *, edits: bool) -> Iterator[Row]:
-    """The samples in a metadata file, in their order. `edits`: each must say in `edit_image` what it is edited from, else that column is not read.
+    """The samples in a metadata file, in their order.
+
+    `edits`: each must say in `edit_image` what it is edited from, else that column is not read.
 
     Raises Trouble for a file that is no table, and for the first row that lacks what it must have.
     """
@@ -86,8 +89,8 @@ def _table(path: Path, text: str, notes: list[str]) -> list[dict]:
 
 
 def _csv_rows(name: str, text: str, notes: list[str]) -> list[dict]:
-    """The rows of a table with commas, each with as many cells as the table has columns: a row with more is a caption with a comma and no
-    quotes, of which nothing is to be cut off. Raises Trouble with the row."""
+    """The rows of a table with commas, each with as many cells as the table has columns: a row with more is a caption
+    with a comma and no quotes, of which nothing is to be cut off. Raises Trouble with the row."""
     reader, rows = csv.reader(io.StringIO(text, newline=""), strict=True), []
     header: list[str] = []
     began = 1

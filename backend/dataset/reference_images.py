@@ -1,4 +1,5 @@
-"""How pictures are shown that a sample is edited from: cut and mirrored as the sample itself where they have its proportions. No torch."""
+"""How pictures are shown that a sample is edited from: cut and mirrored as the sample itself where they have its
+proportions. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ ALIKE = 0.01  # proportions that differ by less are the same
 
 @dataclass(frozen=True)
 class Shown:
-    """A picture, the part of it that is shown (left, top, right, bottom; None: all) at `size` (width, height) in pixels, mirrored or not."""
+    """A picture, the part of it that is shown (left, top, right, bottom; None: all) at `size` (width, height) in
+    pixels, mirrored or not."""
 
     picture: Picture
     size: tuple[int, int]
@@ -44,7 +46,8 @@ def whole(pictures: Iterable[Picture]) -> tuple[Shown, ...]:
 
 
 def _shown(picture: Picture, item: Item, size: tuple[int, int], *, flip: bool, place: int, zoom: float) -> Shown:
-    """A picture like its sample is cut to exactly the sample's proportions, so that one lies over the other; any other is shown whole."""
+    """A picture like its sample is cut to exactly the sample's proportions, so that one lies over the other; any other
+    is shown whole."""
     if not is_alike(picture, item):
         return Shown(picture, (picture.width, picture.height), flip=flip)
     box = cut(item, size, place, zoom=zoom)
@@ -67,20 +70,23 @@ def is_alike(picture: Picture, item: Item) -> bool:
 
 
 def check_counts(counts: Iterable[tuple[str, int]], family: Family, *, variant: str, title: str) -> None:
-    """Raises Trouble for the first of (what, from how many pictures) that is edited from more than the model works from."""
+    """Raises Trouble for the first of (what, from how many pictures) that is edited from more than the model works
+    from."""
     rule = family.EDITS.get(variant)
     for what, count in counts if rule is not None else ():
         check_count(f"{what} is edited from {count}", count, rule, title=title)
 
 
 def check_cuts(items: Iterable[Item], sizes: Iterable[tuple[int, int]], *, crops: int, zoom: float) -> None:
-    """Raises Trouble where samples would be cut in several ways, and what they are edited from could not be cut with them."""
+    """Raises Trouble where samples would be cut in several ways, and what they are edited from could not be cut with
+    them."""
     for item, size in zip(items, sizes, strict=True):
         other = next((one for one in item.edits if not is_alike(one, item)), None)
         if other is not None and num_cuts(item, size, crops=crops, zoom=zoom) > 1:
             raise Trouble(
                 "bad_value",
-                f"{item.path.name} cannot be shown in several cuts (--crops): {other.path.name}, which it is edited from, has other "
+                f"{item.path.name} cannot be shown in several cuts (--crops): {other.path.name}, which it is "
+                "edited from, has other "
                 "proportions and could not be cut with it.",
                 hint="Leave --crops out.",
             )
@@ -108,7 +114,10 @@ def sample_pictures(section, prompts: list[str]) -> list[tuple[Picture, ...]] | 
     if len(lines) != len(prompts):
         raise Trouble(
             "bad_value",
-            f"There are {len(prompts)} sample prompts but {len(lines)} lines of pictures for them (--sample_edit_images).",
+            (
+                f"There are {len(prompts)} sample prompts but {len(lines)} lines of pictures for them "
+                "(--sample_edit_images)."
+            ),
             hint="Give one line for each prompt, or one for all; several pictures in a line with commas between.",
         )
     named = [[Path(part.strip()) for part in line.split(",") if part.strip()] for line in lines]

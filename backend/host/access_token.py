@@ -28,7 +28,8 @@ def token_file(places: Places) -> Path:
 def token(places: Places) -> str:
     """The data folder's token; made at the first call, and anew where the file holds something else.
 
-    The file is readable by its owner alone (mode 0600; Windows keeps the folder's rights). Raises Trouble("not_written").
+    The file is readable by its owner alone (mode 0600; Windows keeps the folder's rights). Raises
+    Trouble("not_written").
     """
     path = token_file(places)
     try:

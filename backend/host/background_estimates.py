@@ -1,8 +1,8 @@
 """Helpers that find out what an estimate lacks. Questions and answers are files; nothing here waits.
 
-The tracer answers for networks which no shipped table covers (`user/memory`): it runs without a card in sight, stays warm for ten minutes
-after its last answer, and is started again by the next question. For a model that is only a name another helper reads the headers of its
-files where they are (`cache/headers`).
+The tracer answers for networks which no shipped table covers (`user/memory`): it runs without a card in sight, stays
+warm for ten minutes after its last answer, and is started again by the next question. For a model that is only a name
+another helper reads the headers of its files where they are (`cache/headers`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ def folder(places: Places) -> Path:
 
 
 def ask(spec: ModelSpec, places: Places, wants: Mapping[str, Sequence[str]] | None = None) -> tuple[str, ...]:
-    """Asks for every part of `spec` whose working memory is unknown, and sees to it that somebody answers. Returns those parts.
+    """Asks for every part of `spec` whose working memory is unknown, and sees to it that somebody answers.
 
-    `wants`: part -> names of the forms that a job needs (`needed.missing`), which are traced before all others. A part that the helper could
-    not trace before is not asked for again.
+    Returns those parts.
+
+    `wants`: part -> names of the forms that a job needs (`needed.missing`), which are traced before all others. A part
+    that the helper could not trace before is not asked for again.
     """
     home = folder(places)
     sizes = sizes_of(spec, folder=home)
@@ -78,8 +80,10 @@ def _ensure(places: Places) -> processes.Process:
 
 
 def ask_name(model_id: str, places: Places) -> bool:
-    """Sees to it that somebody reads the headers of the model `model_id`, one name after the other. False where that may not be: offline,
-    or no id."""
+    """Sees to it that somebody reads the headers of the model `model_id`, one name after the other.
+
+    False where that may not be: offline, or no id.
+    """
     if not download.is_id(model_id) or download.is_offline():
         return False
     home = folder(places)

@@ -1,4 +1,7 @@
-"""One LoRA tool at a time as a process of its own: started, watched through its log, cancelled. It survives a reload of the page."""
+"""One LoRA tool at a time as a process of its own: started, watched through its log, cancelled.
+
+It survives a reload of the page.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,9 @@ def _folder(places: Places) -> Path:
 
 
 def start(values: Mapping[str, object], *, out: Path | None, places: Places) -> None:
-    """Starts `lora_tools` with the settings `values` ("tool" among them) and returns. Raises Trouble("already_running" | "not_written").
+    """Starts `lora_tools` with the settings `values` ("tool" among them) and returns.
+
+    Raises Trouble("already_running" | "not_written").
 
     They go by a file, as values: on a command line a field that begins with a dash would be an option.
     """
@@ -89,7 +94,8 @@ def cancel(places: Places) -> None:
 
 
 def _written(more: dict, places: Places) -> Path | None:
-    """What the record says is written: a file in the folder of LoRAs, where tools of the page write, and nowhere else."""
+    """What the record says is written: a file in the folder of LoRAs, where tools of the page write, and nowhere
+    else."""
     name = name_of(more.get("out") or "")
     return places.loras / name if name and more["out"] == str(places.loras / name) else None
 

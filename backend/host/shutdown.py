@@ -23,8 +23,8 @@ RUN_GRACE_SECONDS = 20.0
 class Ending:
     """`asked` is set once somebody wants the studio to end, `hurry` when it is asked for again.
 
-    Somebody: Ctrl-C, SIGTERM, a closed terminal, or, under `launch.py`, the end of stdin, which also comes when the launcher is
-    killed. To be made in the main thread, before anything slow.
+    Somebody: Ctrl-C, SIGTERM, a closed terminal, or, under `launch.py`, the end of stdin, which also comes when the
+    launcher is killed. To be made in the main thread, before anything slow.
     """
 
     def __init__(self):
@@ -57,7 +57,8 @@ class Ending:
 
 
 def end_all(engine, places: Places, ending: Ending) -> list[str]:
-    """Ends every run that a page started, the worker and the helpers; says so on stdout where there is something to wait for.
+    """Ends every run that a page started, the worker and the helpers; says so on stdout where there is something to
+    wait for.
 
     What fails with one of them keeps none of the others from being ended. Returns what could not be ended, in words.
     """
@@ -95,7 +96,8 @@ def _told(left: list[str]) -> list[str]:
 
 
 def sweep(places: Places) -> list[str]:
-    """Ends at once what a studio that could not end it has left: its worker and the runs that were started from its page.
+    """Ends at once what a studio that could not end it has left: its worker and the runs that were started from its
+    page.
 
     Nothing where another studio that lives has the data folder. Returns what could not be ended, in words.
     """

@@ -1,4 +1,7 @@
-"""Classes by their dotted names, from packages that are listed. To import a module is to run it, so the list is looked at first."""
+"""Classes by their dotted names, from packages that are listed.
+
+To import a module is to run it, so the list is looked at first.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ from backend.schema.messages import Trouble
 def class_of(
     module: str, name: str, *, packages: Iterable[str], load: Callable[[str], ModuleType] = importlib.import_module
 ) -> object:
-    """`name` of `module`, which has to be one of `packages` or inside one. Raises Trouble("not_allowed") before anything is imported;
-    ImportError and AttributeError as an import does."""
+    """`name` of `module`, which has to be one of `packages` or inside one.
+
+    Raises Trouble("not_allowed") before anything is imported; ImportError and AttributeError as an import does.
+    """
     packages = tuple(packages)
     if not is_listed(module, packages):
         raise Trouble(

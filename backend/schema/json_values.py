@@ -1,4 +1,5 @@
-"""Values that others may have written: JSON in bounded depth, numbers that are numbers, text that can be sent and written."""
+"""Values that others may have written: JSON in bounded depth, numbers that are numbers, text that can be sent and
+written."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def printable(text: object) -> str:
-    """`text` with what UTF-8 cannot hold (half a character, a file name in another encoding) replaced: it can be sent to a page and written."""
+    """`text` with what UTF-8 cannot hold (half a character, a file name in another encoding) replaced: it can be sent
+    to a page and written."""
     return _SURROGATES.sub("\ufffd", str(text))
 
 
@@ -26,10 +28,12 @@ def is_printable(text: str) -> bool:
 
 
 def parse_json(text: str | bytes, *, pairs: Callable[[list], dict] | None = None) -> object:
-    """The value in JSON `text`, every string of it printable. Raises ValueError for what is no JSON, or nested deeper than `MOST_DEPTH`.
+    """The value in JSON `text`, every string of it printable.
 
-    Numbers may be infinite or no number (`finite`, `whole`); of repeated keys the last counts, unless `pairs`, which makes an object of its
-    keys and values, has it otherwise.
+    Raises ValueError for what is no JSON, or nested deeper than `MOST_DEPTH`.
+
+    Numbers may be infinite or no number (`finite`, `whole`); of repeated keys the last counts, unless `pairs`, which
+    makes an object of its keys and values, has it otherwise.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8-sig", errors="replace")

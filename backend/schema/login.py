@@ -136,7 +136,8 @@ def flags_for_studio(flags: argparse.Namespace) -> list[str]:
 
 
 def logins_line(pairs: Sequence[tuple[str, str]]) -> bytes:
-    """The logins as the line by which they are handed to a child's stdin: arguments and environments can be looked at."""
+    """The logins as the line by which they are handed to a child's stdin: arguments and environments can be looked
+    at."""
     return json.dumps(list(pairs)).encode("ascii") + b"\n"
 
 

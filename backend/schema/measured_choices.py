@@ -1,4 +1,6 @@
-"""Two ways to compute the same thing, of which only a measurement on the card at hand says which is quicker. `python benchmarks/ways.py` measures them.
+"""Two ways to compute the same thing, of which only a measurement on the card at hand says which is quicker.
+
+`python benchmarks/ways.py` measures them.
 
 `LOFT_WAYS="guidance=apart,fp8_scales=rows"` chooses; what is not named stays as it is.
 """
@@ -21,10 +23,11 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class Ways:
-    """`guidance`: both halves as one padded batch, which needs a mask, or where all blocks stay on a card one after the other, without one.
-    `fp8_scales`: an FP8 product's scales are applied by passes of their own, or by the product's kernel, row by row.
-    `hooks`: in streamed blocks every layer is watched, or only those of which something is cast (a layer that is called without its block is then not served).
-    `vae`: convolutions as they come, or pixels side by side in memory with kernels prepared once."""
+    """`guidance`: both halves as one padded batch, which needs a mask, or where all blocks stay on a card one after the
+    other, without one. `fp8_scales`: an FP8 product's scales are applied by passes of their own, or by the product's
+    kernel, row by row. `hooks`: in streamed blocks every layer is watched, or only those of which something is cast (a
+    layer that is called without its block is then not served). `vae`: convolutions as they come, or pixels side by side
+    in memory with kernels prepared once."""
 
     guidance: str = "together"
     fp8_scales: str = "outside"

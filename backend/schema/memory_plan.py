@@ -28,10 +28,10 @@ GIB = 2**30
 class VramConfig:
     """The four states of a part's layers, each a dtype and a device.
 
-    Devices are "cuda[:n]", "cpu", "mps", "xpu", "npu", and for the first three states also "disk" (dtype is then that of the
-    file and the field's dtype is ignored). None means: as the next state towards computation.
-    *offload*: the part is not called soon; *onload*: it may be called any time; *preparing*: on the way to computation, entered
-    only while `vram_limit` leaves room; *computation*: only inside `forward`.
+    Devices are "cuda[:n]", "cpu", "mps", "xpu", "npu", and for the first three states also "disk" (dtype is then that
+    of the file and the field's dtype is ignored). None means: as the next state towards computation. *offload*: the
+    part is not called soon; *onload*: it may be called any time; *preparing*: on the way to computation, entered only
+    while `vram_limit` leaves room; *computation*: only inside `forward`.
     """
 
     offload_dtype: str | None = None

@@ -1,4 +1,5 @@
-"""Where things lie in the data folder (`--data`, or the environment variable LOFT_DATA; by default the project's folder)."""
+"""Where things lie in the data folder (`--data`, or the environment variable LOFT_DATA; by default the project's
+folder)."""
 
 from __future__ import annotations
 

@@ -27,7 +27,10 @@ class Preferences:
     offline: bool = knob(False, help="Never download; say what is missing instead.")
     allow_fp8: bool = knob(
         True,
-        help="Weights may be stored in FP8, by the plan or where memory runs out (half the memory, slightly different pictures).",
+        help=(
+            "Weights may be stored in FP8, by the plan or where memory runs out (half the memory, slightly "
+            "different pictures)."
+        ),
     )
     allow_tiles: bool = knob(
         True,

@@ -37,13 +37,15 @@ class GenerationRequest:
     )
     edit_images: tuple[str, ...] = knob(
         (),
-        help="Pictures that a model that edits works from (files). Qwen-Image-Edit takes one; later ones take several, which the prompt calls "
+        help="Pictures that a model that edits works from (files). Qwen-Image-Edit takes one; later ones take "
+        "several, which the prompt calls "
         "“Picture 1”, “Picture 2” and so on.",
         label="Pictures to edit",
     )
     step_cache: float = knob(
         0.0,
-        help="Faster, less exact: steps whose first block changes by at most this share reuse the other blocks of an earlier step. "
+        help="Faster, less exact: steps whose first block changes by at most this share reuse the other blocks of "
+        "an earlier step. "
         "0 computes every step; 0.1 is close to the exact picture, 0.3 visibly another.",
         low=0.0,
         high=0.5,
@@ -51,13 +53,17 @@ class GenerationRequest:
     )
     compile: bool = knob(
         False,
-        help="Compile the repeated block before the first step (a minute, once a start), for faster steps. The picture is the same within "
+        help="Compile the repeated block before the first step (a minute, once a start), for faster steps. The "
+        "picture is the same within "
         "rounding. Needs a C++ compiler, on a card Triton.",
         level="advanced",
     )
     fp8_products: bool = knob(
         False,
-        help="Faster, less exact: multiply in 8 bits, on NVIDIA cards of the 40 series or later. Weights are stored in FP8 for it.",
+        help=(
+            "Faster, less exact: multiply in 8 bits, on NVIDIA cards of the 40 series or later. Weights are "
+            "stored in FP8 for it."
+        ),
         level="advanced",
         label="FP8 products",
     )
@@ -98,7 +104,10 @@ def request_to_values(request: GenerationRequest) -> dict[str, object]:
 
 
 def request_from_values(values: dict) -> GenerationRequest:
-    """The request in `values`, each checked. Raises Trouble for an unknown name, a value of another kind or out of range."""
+    """The request in `values`, each checked.
+
+    Raises Trouble for an unknown name, a value of another kind or out of range.
+    """
     values = dict(values)
     listed = values.pop("loras", ()) or ()
     if not isinstance(listed, list | tuple):

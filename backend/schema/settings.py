@@ -1,4 +1,5 @@
-"""Settings written once: a frozen dataclass of knobs from which form, flags, checks, files and reference page are computed.
+"""Settings written once: a frozen dataclass of knobs from which form, flags, checks, files and reference page are
+computed.
 
     @dataclass(frozen=True)
     class Size:
@@ -27,9 +28,20 @@ from backend.schema.settings_field import Knob, knob, knobs_of, section, switch,
 MOST_SHOWN = 200  # characters of a wrong value that a sentence repeats
 
 __all__ = [
-    "Knob", "check", "from_file_text", "from_flags", "from_values", "knob", "knobs_of", "reference", "section", "switch", "to_file_text",
-    "to_flags", "to_values",
-]  # fmt: skip
+    "Knob",
+    "check",
+    "from_file_text",
+    "from_flags",
+    "from_values",
+    "knob",
+    "knobs_of",
+    "reference",
+    "section",
+    "switch",
+    "to_file_text",
+    "to_flags",
+    "to_values",
+]
 
 
 def to_values(config) -> dict[str, object]:
@@ -46,7 +58,8 @@ def to_values(config) -> dict[str, object]:
 def from_values(cls: type, values: dict[str, object], *, base=None):
     """A config of `cls` with `values` by knob name over `base` (or the defaults).
 
-    Text is converted to the knob's kind. Raises Trouble for a name that is none, a value of the wrong kind or out of range.
+    Text is converted to the knob's kind. Raises Trouble for a name that is none, a value of the wrong kind or out of
+    range.
     """
     known = {item.name: item for item in knobs_of(cls)}
     for name in values:
@@ -136,7 +149,8 @@ _KIND_WORDS = {str: "a text", int: "a whole number", float: "a number", bool: "y
 
 
 def check(config) -> None:
-    """Raises Trouble for the first value that is outside its knob's range or choices, or that one of the class's own `CHECKS` refuses."""
+    """Raises Trouble for the first value that is outside its knob's range or choices, or that one of the class's own
+    `CHECKS` refuses."""
     values = to_values(config)
     for item in knobs_of(type(config)):
         value = values[item.name]
@@ -160,8 +174,8 @@ class _Flags(argparse.ArgumentParser):
 
 
 def from_flags(cls: type, argv: Sequence[str], *, program: str = "", base=None):
-    """A config of `cls` from `--name value` flags over `base` (or the defaults); yes/no knobs are `--name` and `--no-name`, switches
-    `--name` alone. Unknown flags raise Trouble."""
+    """A config of `cls` from `--name value` flags over `base` (or the defaults); yes/no knobs are `--name` and
+    `--no-name`, switches `--name` alone. Unknown flags raise Trouble."""
     for flag in argv:
         if flag.startswith("--"):
             _check_refused(cls, flag[2:].partition("=")[0])
@@ -219,7 +233,10 @@ def to_file_text(config) -> str:
 
 
 def from_file_text(cls: type, text: str | bytes, *, base=None):
-    """The config in JSON `text` over `base` (or the defaults). Raises Trouble where it is not JSON, not an object, or holds an unknown name."""
+    """The config in JSON `text` over `base` (or the defaults).
+
+    Raises Trouble where it is not JSON, not an object, or holds an unknown name.
+    """
     try:
         values = parse_json(text)
     except ValueError as error:

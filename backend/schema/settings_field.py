@@ -1,4 +1,7 @@
-"""What a setting is: a field of a frozen dataclass with its range, its words and its place. `knobs` computes the rest from it."""
+"""What a setting is: a field of a frozen dataclass with its range, its words and its place.
+
+`knobs` computes the rest from it.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,10 @@ from collections.abc import Mapping
 
 
 def checked(record):
-    """`record`, a dataclass. Raises TypeError for the first field whose value is not of its declared type, as far as that can be told."""
+    """`record`, a dataclass.
+
+    Raises TypeError for the first field whose value is not of its declared type, as far as that can be told.
+    """
     for name, hint in _hints(type(record)).items():
         if not fits(getattr(record, name), hint):
             raise TypeError(f"{name} of {type(record).__name__} is {type(getattr(record, name)).__name__}")

@@ -15,7 +15,10 @@ from backend.schema.messages import Trouble
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` to write to; at the end it is synced and takes the name. On any error it is removed."""
+    """A temporary path beside `path` to write to; at the end it is synced and takes the name.
+
+    On any error it is removed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

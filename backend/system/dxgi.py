@@ -1,7 +1,10 @@
-"""How much video memory Windows lets one program have, from DXGI. Elsewhere, and wherever the question fails: nothing is known.
+"""How much video memory Windows lets one program have, from DXGI.
 
-Windows pages video memory out instead of refusing it, so what is beyond this budget is not an error but ten times slower. Interfaces, their
-numbers and the order of their methods are those of Microsoft's headers dxgi.h and dxgi1_4.h (IDXGIAdapter3::QueryVideoMemoryInfo).
+Elsewhere, and wherever the question fails: nothing is known.
+
+Windows pages video memory out instead of refusing it, so what is beyond this budget is not an error but ten times
+slower. Interfaces, their numbers and the order of their methods are those of Microsoft's headers dxgi.h and dxgi1_4.h
+(IDXGIAdapter3::QueryVideoMemoryInfo).
 """
 
 from __future__ import annotations
@@ -56,8 +59,8 @@ class MemoryInfo(ctypes.Structure):
 
 
 def budgets() -> dict[str, int]:
-    """Name of a card -> bytes that one program may use of it without being paged out; the least of cards of the same name. Empty where
-    nothing can be known."""
+    """Name of a card -> bytes that one program may use of it without being paged out; the least of cards of the same
+    name. Empty where nothing can be known."""
     if sys.platform != "win32":
         return {}
     try:
@@ -106,7 +109,8 @@ def _guid(value: uuid.UUID):
 
 
 def _call(this: ctypes.c_void_p, place: int, *arguments) -> int:
-    """The method at `place` in the table that the object begins with; its HRESULT (0 is success), or what else it returns."""
+    """The method at `place` in the table that the object begins with; its HRESULT (0 is success), or what else it
+    returns."""
     table = ctypes.cast(this, ctypes.POINTER(ctypes.POINTER(ctypes.c_void_p)))[0]
     kinds = [
         ctypes.c_void_p,

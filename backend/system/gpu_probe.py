@@ -1,4 +1,5 @@
-"""What computes here and how much memory it has, without torch: NVIDIA through NVML, AMD through sysfs, Apple and CPU through psutil.
+"""What computes here and how much memory it has, without torch: NVIDIA through NVML, AMD through sysfs, Apple and CPU
+through psutil.
 
 No CUDA context is opened: NVML reads what the driver knows.
 """
@@ -46,8 +47,9 @@ def choose(cards: tuple[Card, ...], device: str) -> Card:
 
 
 def training_environment(device: str, environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables that put the preferred `device` first among those that a child process sees, so that its index 0 is that one and
-    further processes take the others. `device` as in `choose`; "auto" changes nothing, "cpu" hides every accelerator."""
+    """The variables that put the preferred `device` first among those that a child process sees, so that its index 0 is
+    that one and further processes take the others. `device` as in `choose`; "auto" changes nothing, "cpu" hides every
+    accelerator."""
     environment = os.environ if environment is None else environment
     kind, _, index = device.partition(":")
     if kind == "cpu":
@@ -66,8 +68,8 @@ def training_environment(device: str, environment: Mapping[str, str] | None = No
     return {name: ",".join([first, *seen])}
 
 
-# By kind of device: the variables that say which devices a process sees, the first being what is set where none is. ROCm's builds call theirs "cuda"
-# and read both.
+# By kind of device: the variables that say which devices a process sees, the first being what is set where none is.
+# ROCm's builds call theirs "cuda" and read both.
 VISIBLE_DEVICES = {"cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "xpu": ("ZE_AFFINITY_MASK",)}
 
 
@@ -117,7 +119,8 @@ def _text(value: str | bytes) -> str:
 
 
 def visible(uuids: list[str], setting: str | None) -> list[int]:
-    """Positions in `uuids` that CUDA_VISIBLE_DEVICES=`setting` leaves, in its order; the list ends at the first wrong entry."""
+    """Positions in `uuids` that CUDA_VISIBLE_DEVICES=`setting` leaves, in its order; the list ends at the first wrong
+    entry."""
     if setting is None:
         return list(range(len(uuids)))
     chosen: list[int] = []
@@ -169,7 +172,8 @@ def cpu_name() -> str:
 
 
 def cpu_dtypes(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
-    """In what networks can compute here, as the engine chooses: bfloat16 where the processor multiplies it, float16 nowhere."""
+    """In what networks can compute here, as the engine chooses: bfloat16 where the processor multiplies it, float16
+    nowhere."""
     fast = sys.platform == "darwin"
     if sys.platform == "linux":
         flags = next((line for line in _text_of(cpuinfo).splitlines() if line.startswith("flags")), "").split()

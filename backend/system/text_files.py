@@ -29,9 +29,9 @@ def ends_with(name: str, end: str) -> bool:
 def decode_text(data: bytes) -> tuple[str, str]:
     """The text in `data` and the encoding it was taken for.
 
-    A byte order mark decides; then NUL bytes on one side of every pair (UTF-16 without a mark); then UTF-8 where the bytes
-    are legal; then GB18030 where that gives Chinese characters that are not stuck between western letters, as an accented
-    letter read so would be; and Windows' western code page for the rest.
+    A byte order mark decides; then NUL bytes on one side of every pair (UTF-16 without a mark); then UTF-8 where the
+    bytes are legal; then GB18030 where that gives Chinese characters that are not stuck between western letters, as an
+    accented letter read so would be; and Windows' western code page for the rest.
     """
     for mark, encoding in _MARKS:
         if data.startswith(mark):
@@ -74,6 +74,9 @@ def _share_chinese(text: str) -> float:
 
 
 def read_text(path: Path) -> tuple[str, str]:
-    """The text of a file without a byte order mark or surrounding space, and its encoding. Raises Trouble("unreadable" | "missing_file")."""
+    """The text of a file without a byte order mark or surrounding space, and its encoding.
+
+    Raises Trouble("unreadable" | "missing_file").
+    """
     text, encoding = decode_text(read_bytes(path))
     return text.lstrip("\ufeff").strip(), encoding

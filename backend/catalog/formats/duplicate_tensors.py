@@ -1,4 +1,7 @@
-"""One tensor that is there twice: in two files of one model, or under two names that mean the same. Equal ones count once, others are refused."""
+"""One tensor that is there twice: in two files of one model, or under two names that mean the same.
+
+Equal ones count once, others are refused.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ PIECE = 1 << 22  # bytes compared at a time
 
 
 def are_same(one: TensorAt, other: TensorAt) -> bool:
-    """Whether both hold the same numbers in the same form. Of what is not on this machine only dtype and shape are compared."""
+    """Whether both hold the same numbers in the same form.
+
+    Of what is not on this machine only dtype and shape are compared.
+    """
     if (one.dtype, tuple(one.shape), one.nbytes) != (other.dtype, tuple(other.shape), other.nbytes):
         return False
     if is_far(one.file) or is_far(other.file):
@@ -38,12 +44,18 @@ def check_same(one: TensorAt, other: TensorAt) -> None:
         "repeated",
         f"{where} give one tensor twice and differently: {names}.",
         hint="Only one of them can be meant. Name or keep only the files that belong together.",
-        detail=f"{one.file}: {one.key} {one.dtype} {list(one.shape)}\n{other.file}: {other.key} {other.dtype} {list(other.shape)}",
+        detail=(
+            f"{one.file}: {one.key} {one.dtype} {list(one.shape)}\n{other.file}: {other.key} {other.dtype} "
+            f"{list(other.shape)}"
+        ),
     )
 
 
 def check_parts(tensors: Mapping[str, TensorAt], parts: Iterable[Iterable[TensorAt]]) -> None:
-    """Raises Trouble("repeated") where two tensors are, their prefixes aside, the same one of a part, and differ. `parts`: what each part took."""
+    """Raises Trouble("repeated") where two tensors are, their prefixes aside, the same one of a part, and differ.
+
+    `parts`: what each part took.
+    """
     taken = [{(piece.file, piece.key): piece for at in part for piece in at.pieces} for part in parts]
     for place, mine in enumerate(taken):
         others = {key for other in (*taken[:place], *taken[place + 1 :]) for key in other}

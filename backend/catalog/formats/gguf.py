@@ -1,7 +1,7 @@
 """The header of a GGUF file: its key-value table and where its tensors lie. Enough to say what the file is.
 
-Layout after the specification of the ggml project, versions 2 and 3: magic, version, two counts, key-value pairs, tensor
-descriptions (dimensions stored in reverse), padding, data.
+Layout after the specification of the ggml project, versions 2 and 3: magic, version, two counts, key-value pairs,
+tensor descriptions (dimensions stored in reverse), padding, data.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""What a weight file's header tells: names, dtypes, shapes and byte ranges. Types and small readers that every container format shares.
+"""What a weight file's header tells: names, dtypes, shapes and byte ranges.
 
-A header is text from a stranger. Every number in it is checked against the file's true size before it is used, its size and
-depth are bounded, and whatever is wrong is said in one sentence (`Trouble("damaged", ...)`).
+Types and small readers that every container format shares.
+
+A header is text from a stranger. Every number in it is checked against the file's true size before it is used, its size
+and depth are bounded, and whatever is wrong is said in one sentence (`Trouble("damaged", ...)`).
 """
 
 from __future__ import annotations
@@ -45,7 +47,10 @@ _LENGTHS: ContextVar[Mapping[Path, int] | None] = ContextVar("lengths", default=
 
 @contextlib.contextmanager
 def as_long_as(lengths: Mapping[Path, int]) -> Iterator[None]:
-    """Within it the files `lengths` count as so many bytes long. Of a file far away only the header is here, and it is read as the whole."""
+    """Within it the files `lengths` count as so many bytes long.
+
+    Of a file far away only the header is here, and it is read as the whole.
+    """
     token = _LENGTHS.set(lengths)
     try:
         yield

@@ -26,7 +26,8 @@ from backend.schema.untrusted import exists, is_file
 
 @dataclass(frozen=True)
 class Layout:
-    """A safetensors header as parsed: `entries` name -> {"dtype", "shape", "data_offsets"}, offsets counted from `data_start`."""
+    """A safetensors header as parsed: `entries` name -> {"dtype", "shape", "data_offsets"}, offsets counted from
+    `data_start`."""
 
     entries: dict[str, dict]
     metadata: dict[str, str]
@@ -35,7 +36,8 @@ class Layout:
 
 
 def read_layout(path: str | os.PathLike) -> Layout:
-    """The checked safetensors header of `path`, without an object for every tensor: what a library of thousands needs."""
+    """The checked safetensors header of `path`, without an object for every tensor: what a library of thousands
+    needs."""
     path = Path(path)
     text, nbytes = _header_text(path)
     entries, metadata = _parse(path, text)
@@ -102,7 +104,8 @@ def _as_text(value: object) -> str:
 
 
 def _check_entries(path: Path, entries: dict, held: int) -> None:
-    """Every entry well formed, its span as long as its shape says, all spans together the whole data without hole or overlap."""
+    """Every entry well formed, its span as long as its shape says, all spans together the whole data without hole or
+    overlap."""
     spans = []
     for name, entry in entries.items():
         try:  # the plain case without a call: a library reads a million of these

@@ -1,8 +1,8 @@
 """Where the tensors of a PyTorch checkpoint lie, found without running anything in it and without torch.
 
-A checkpoint since PyTorch 1.6 is an uncompressed zip archive: one pickle that names the tensors, and one entry of plain bytes for each
-storage. The pickle is read by an unpickler that resolves a dozen harmless names to classes of this file and everything else to a placeholder, so no code of
-the file's choosing can run.
+A checkpoint since PyTorch 1.6 is an uncompressed zip archive: one pickle that names the tensors, and one entry of plain
+bytes for each storage. The pickle is read by an unpickler that resolves a dozen harmless names to classes of this file
+and everything else to a placeholder, so no code of the file's choosing can run.
 """
 
 from __future__ import annotations
@@ -110,7 +110,10 @@ class _Names(pickle._Unpickler):
 
 
 def read_pickled(path: Path) -> Header:
-    """The header of a zipped PyTorch checkpoint. Troubles: "damaged"; "not_supported" where a tensor does not lie in one piece."""
+    """The header of a zipped PyTorch checkpoint.
+
+    Troubles: "damaged"; "not_supported" where a tensor does not lie in one piece.
+    """
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
             entries = {info.filename: info for info in archive.infolist()}

@@ -48,7 +48,8 @@ def _list_huggingface(model_id: str) -> dict[str, int]:
 
 
 def _fetch_huggingface(model_id: str, root: Path, names: list[str], tell: OnDone) -> None:
-    """File by file with the client's own transfer, because its `hf_hub_download` throws away what an interrupted try has brought."""
+    """File by file with the client's own transfer, because its `hf_hub_download` throws away what an interrupted try
+    has brought."""
     from huggingface_hub import HfApi, hf_hub_url
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers

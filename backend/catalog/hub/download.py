@@ -2,9 +2,9 @@
 
     python -m backend download Qwen/Qwen-Image "transformer/*.safetensors"
 
-Environment: DIFFSYNTH_MODEL_BASE_PATH (folder of models), DIFFSYNTH_SKIP_DOWNLOAD=true (offline), DIFFSYNTH_DOWNLOAD_SOURCE
-("modelscope" or "huggingface"); also HF_HUB_OFFLINE=1. What it leaves open the preferences say. Offline means that no client is
-even imported.
+Environment: DIFFSYNTH_MODEL_BASE_PATH (folder of models), DIFFSYNTH_SKIP_DOWNLOAD=true (offline),
+DIFFSYNTH_DOWNLOAD_SOURCE ("modelscope" or "huggingface"); also HF_HUB_OFFLINE=1. What it leaves open the preferences
+say. Offline means that no client is even imported.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def resolve(
 ) -> list[Path]:
     """Files of `model_id` that match `pattern`, or for a pattern that ends in "/" (or is empty) the folder itself.
 
-    Looked for in every place of `local_roots`; what lies in none of them is downloaded into the first. Raises Trouble ("missing_model" offline or where no source has it, "download_failed", "disk_full", "bad_value").
+    Looked for in every place of `local_roots`; what lies in none of them is downloaded into the first. Raises Trouble
+    ("missing_model" offline or where no source has it, "download_failed", "disk_full", "bad_value").
     """
     _check_words(model_id, pattern)
     for root in local_roots(model_id, folders=folders, here=here):
@@ -69,8 +70,8 @@ def resolve(
 
 
 def find_model(name: str, *, folders: Iterable[Path] = (), here: Places | None = None) -> Path:
-    """The folder or file of the model called `name`: where it lies in a models folder (an id that is here already, or a folder without
-    an owner), or a path. Raises Trouble("missing_model")."""
+    """The folder or file of the model called `name`: where it lies in a models folder (an id that is here already, or a
+    folder without an owner), or a path. Raises Trouble("missing_model")."""
     if _is_inner(name):
         for root in local_roots(name, folders=folders, here=here):
             if is_folder(root) or is_file(root):
@@ -96,7 +97,8 @@ def _is_inner(name: str) -> bool:
 def model_folders(here: Places | None = None) -> list[Path]:
     """The folders that models are looked for in by name, first to last; downloads go into the first.
 
-    That of `here`, or of LOFT_DATA or DIFFSYNTH_MODEL_BASE_PATH; `models` of the working folder, if it is there; Loft's own.
+    That of `here`, or of LOFT_DATA or DIFFSYNTH_MODEL_BASE_PATH; `models` of the working folder, if it is there; Loft's
+    own.
     """
     said = here is not None or os.environ.get("LOFT_DATA") or os.environ.get("DIFFSYNTH_MODEL_BASE_PATH")
     working = Path.cwd() / "models"
@@ -116,7 +118,8 @@ def local_roots(model_id: str, *, folders: Iterable[Path] = (), here: Places | N
 
 
 def complete_matches(root: Path, pattern: str) -> list[Path]:
-    """What matches `pattern` under `root`, sorted; empty where something is known to be lacking: a shard, or an unfinished download."""
+    """What matches `pattern` under `root`, sorted; empty where something is known to be lacking: a shard, or an
+    unfinished download."""
     if not is_folder(root) or exists(_mark(root, pattern)):
         return []
     if pattern in ("", "./") or pattern.endswith("/"):
@@ -181,7 +184,8 @@ def preferences(here: Places | None = None) -> Preferences:
 def download(
     model_id: str, pattern: str, root: Path, *, source: str | None = None, on_bytes: OnBytes | None = None
 ) -> None:
-    """Brings what matches `pattern` and is not yet under `root`; what an earlier try has brought is kept and continued."""
+    """Brings what matches `pattern` and is not yet under `root`; what an earlier try has brought is kept and
+    continued."""
     source = _source(source)
     listing, fetch = CLIENTS[source]
     try:
@@ -245,7 +249,10 @@ def _failed(model_id: str, source: str, error: Exception) -> Trouble:
     name = "ModelScope" if source == "modelscope" else "Hugging Face"
     return Trouble(
         "download_failed",
-        f"{model_id} could not be downloaded from {name}: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}.",
+        (
+            f"{model_id} could not be downloaded from {name}: "
+            f"{str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}."
+        ),
         hint="Is the name right, is the machine online? A second try goes on where this one ended.",
         detail=repr(error),
     )

@@ -1,10 +1,11 @@
-"""Exact sizes of a model that is only a name: its listing, small files and the headers of its weights, read by range requests.
+"""Exact sizes of a model that is only a name: its listing, small files and the headers of its weights, read by range
+requests.
 
     python -m backend headers Qwen/Qwen-Image
 
-A few hundred kilobytes instead of forty gigabytes, and the tokenizer (some megabytes) where prompts are counted by it, so that a name is planned
-as its folder is. What was read is kept in the cache folder as a model's folder whose weight files end with
-their headers, beside a list of their true lengths, and serves for a month. Offline nothing is asked.
+A few hundred kilobytes instead of forty gigabytes, and the tokenizer (some megabytes) where prompts are counted by it,
+so that a name is planned as its folder is. What was read is kept in the cache folder as a model's folder whose weight
+files end with their headers, beside a list of their true lengths, and serves for a month. Offline nothing is asked.
 """
 
 from __future__ import annotations
@@ -59,7 +60,10 @@ def known(model_id: str, families: Iterable[ModuleType], *, here: Places | None 
 def look(
     model_id: str, families: Iterable[ModuleType], *, source: str | None = None, here: Places | None = None
 ) -> ModelSpec:
-    """The model `model_id` from the headers of its files far away. Raises Trouble ("missing_model" offline, "download_failed", "not_recognised")."""
+    """The model `model_id` from the headers of its files far away.
+
+    Raises Trouble ("missing_model" offline, "download_failed", "not_recognised").
+    """
     download._check_words(model_id, "")
     here = here or places()
     found = known(model_id, families, here=here)
@@ -152,7 +156,10 @@ def _bring(
 
 
 def _bring_tokenizer(model_id: str, source: str, home: Path, sizes: dict[str, int]) -> bool:
-    """Reads the files that `tokens` counts by into `home`, all or none; whether there are any. A model is sized without them too."""
+    """Reads the files that `tokens` counts by into `home`, all or none; whether there are any.
+
+    A model is sized without them too.
+    """
     for inside in model_folder.TOKENIZERS:
         older = [f"{inside}/{name}" for name in ("vocab.json", "merges.txt")]
         whole = [name for name in (f"{inside}/tokenizer.json",) if name in sizes] or older
@@ -178,7 +185,8 @@ def _wanted(sizes: dict[str, int], families: tuple[ModuleType, ...]) -> tuple[li
     inside = [name for name in sizes if name.rpartition("/")[0] in folders]
     chosen = inside or [name for name in sizes if "/" not in name]
     weights = [name for name in chosen if name.endswith(".safetensors")]
-    # the names of shards say what belongs together; an index is as long as all headers, and only needed where they do not
+    # the names of shards say what belongs together; an index is as long as all headers, and only needed where they do
+    # not
     index = (
         ()
         if all(SHARD.match(Path(name).stem) or _alone(name, weights) for name in weights)
@@ -227,5 +235,6 @@ if __name__ == "__main__":
 
 
 def _reads_prompts(name: str, families: Iterable[ModuleType]) -> bool:
-    """Whether the family counts a prompt's tokens by the model's own tokenizer: that file is worth fetching beside the headers."""
+    """Whether the family counts a prompt's tokens by the model's own tokenizer: that file is worth fetching beside the
+    headers."""
     return any(name == family.NAME and family.COUNTS_TOKENS for family in families)

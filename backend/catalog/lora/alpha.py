@@ -1,4 +1,5 @@
-"""What a LoRA file's metadata says about alpha: one for all, exceptions by name, and whether the root of the rank divides it."""
+"""What a LoRA file's metadata says about alpha: one for all, exceptions by name, and whether the root of the rank
+divides it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ __all__ = ["AlphaRule", "AlphaRules", "alpha_rules", "truth"]
 class AlphaRule:
     """What metadata says about alpha: one for all, exceptions by module, and whether the root of the rank divides it.
 
-    `whole_rank` is PEFT's `r`, which divides alpha where a module's factors have no rank (two whole Kronecker factors); None: nothing does.
+    `whole_rank` is PEFT's `r`, which divides alpha where a module's factors have no rank (two whole Kronecker factors);
+    None: nothing does.
     """
 
     alpha: float | None = None
@@ -61,9 +63,11 @@ def alpha_rules(
     names: Iterable[str] = (),
     source: str = "the file",
 ) -> AlphaRules:
-    """The rules in a file's metadata, or in a `config` (PEFT's) beside it. `tensors_say`: some module has an alpha tensor, so
-    file-wide numbers are no rule. `names`: all modules that will be asked for, under all their names. Raises Trouble for a pattern
-    that cannot be used."""
+    """The rules in a file's metadata, or in a `config` (PEFT's) beside it.
+
+    `tensors_say`: some module has an alpha tensor, so file-wide numbers are no rule. `names`: all modules that will be
+    asked for, under all their names. Raises Trouble for a pattern that cannot be used.
+    """
     fields = fields_of(metadata, config)
     if fields:
         names = tuple(names)

@@ -1,4 +1,5 @@
-"""How strongly a LoRA changes each block: the Frobenius norms of its deltas at strength 1, with numpy and mostly without forming a delta."""
+"""How strongly a LoRA changes each block: the Frobenius norms of its deltas at strength 1, with numpy and mostly
+without forming a delta."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ _READ = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}
 
 
 def block_strengths(path: Path) -> list[tuple[str, float]]:
-    """(block, norm of all its changes) in the order of the network. Empty where the file holds none that can be measured.
+    """(block, norm of all its changes) in the order of the network.
+
+    Empty where the file holds none that can be measured.
 
     Of a DoRA it is the low-rank part; what its magnitudes add depends on the model's weights.
     """
@@ -89,7 +92,8 @@ def _square(tensors: Mapping[str, _Stored], stem: str, rules: AlphaRules) -> flo
 
 
 def _pair(tensors: Mapping[str, _Stored]) -> float:
-    """|up down|^2 = trace((up^T up)(down down^T)), with a core between them likewise: only the small products are made."""
+    """|up down|^2 = trace((up^T up)(down down^T)), with a core between them likewise: only the small products are
+    made."""
     down, up = tensors["down"].matrix(), tensors["up"].matrix()
     if "mid" not in tensors:
         return float(numpy.sum((up.T @ up) * (down @ down.T)))
@@ -114,7 +118,8 @@ def _half(tensors: Mapping[str, _Stored], side: str) -> float:
 
 
 def block_of(stem: str) -> str:
-    """ "transformer_blocks.7" of "transformer_blocks.7.attn.to_q", in any spelling; "other" for a module outside of blocks."""
+    """ "transformer_blocks.7" of "transformer_blocks.7.attn.to_q", in any spelling; "other" for a module outside of
+    blocks."""
     found = _BLOCK.search(innermost(stem).name)
     if not found:
         return "other"
@@ -170,7 +175,10 @@ class _Stored:
 
 
 def _spread(scale: numpy.ndarray, shape: tuple[int, ...]) -> numpy.ndarray:
-    """A scale of 8-bit numbers (one, one a row, one a block) for each of them. Raises ValueError where it does not fit."""
+    """A scale of 8-bit numbers (one, one a row, one a block) for each of them.
+
+    Raises ValueError where it does not fit.
+    """
     if scale.size == 1:
         return scale.reshape(())
     if scale.ndim == 1 and scale.shape[0] == shape[0]:
@@ -184,7 +192,8 @@ def _spread(scale: numpy.ndarray, shape: tuple[int, ...]) -> numpy.ndarray:
 
 @lru_cache(maxsize=2)
 def _eighths(dtype: str) -> numpy.ndarray:
-    """The 256 numbers of an 8-bit float: sign, 4 or 5 bits of exponent, 3 or 2 of mantissa, after the OCP 8-bit specification."""
+    """The 256 numbers of an 8-bit float: sign, 4 or 5 bits of exponent, 3 or 2 of mantissa, after the OCP 8-bit
+    specification."""
     mantissa_bits, bias = (3, 7) if dtype == "F8_E4M3" else (2, 15)
     codes = numpy.arange(256)
     exponents, fractions = (codes & 127) >> mantissa_bits, (codes & (2**mantissa_bits - 1)) / 2**mantissa_bits

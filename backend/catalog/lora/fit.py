@@ -1,7 +1,9 @@
-"""Whether a LoRA fits a model: whether every module it touches is there and has its size. By headers alone, without torch.
+"""Whether a LoRA fits a model: whether every module it touches is there and has its size.
 
-What the engine would refuse is told apart from what it would leave out: a LoRA of another width changes nothing and draws nothing, one
-with a few modules that this model lacks acts with the others.
+By headers alone, without torch.
+
+What the engine would refuse is told apart from what it would leave out: a LoRA of another width changes nothing and
+draws nothing, one with a few modules that this model lacks acts with the others.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ _INDEXES: dict[tuple, tuple[dict[str, Index], dict[str, dict[str, tuple[int, ...
 
 @dataclass(frozen=True)
 class Fit:
-    """How a LoRA meets a model. `refused`: why it cannot act at all; `partly`: what of it is left out. Both "" where it fits."""
+    """How a LoRA meets a model.
+
+    `refused`: why it cannot act at all; `partly`: what of it is left out. Both "" where it fits.
+    """
 
     refused: str = ""
     partly: str = ""
@@ -41,7 +46,10 @@ class Fit:
 
 
 def fit_of(path: str | os.PathLike, model: ModelSpec, family: ModuleType) -> Fit:
-    """How the LoRA at `path` meets `model`; remembered for as long as neither file changes. Raises Trouble for a file that cannot be read."""
+    """How the LoRA at `path` meets `model`; remembered for as long as neither file changes.
+
+    Raises Trouble for a file that cannot be read.
+    """
     path = Path(path)
     status = path.stat()
     indexes, shapes = _model(model, family)
@@ -81,7 +89,8 @@ def compared(
     indexes: Mapping[str, Index],
     shapes: Mapping[str, Mapping[str, tuple[int, ...] | None]],
 ) -> Fit:
-    """`sizes`: tensors of a LoRA; `shapes`: part -> parameter -> its shape (None for one that a header does not tell)."""
+    """`sizes`: tensors of a LoRA; `shapes`: part -> parameter -> its shape (None for one that a header does not
+    tell)."""
     grouped, others = group(sizes)
     missing, elsewhere, wrong, num = [], [], [], 0
     for stem, roles in grouped.items():
@@ -119,7 +128,8 @@ def compared(
 def _mismatch(
     roles: Mapping[str, str], sizes: Mapping[str, tuple[int, ...]], place: Resolved, shapes: Mapping[str, tuple | None]
 ) -> str:
-    """In what a module's tensors do not have the size of the parameters they are for; "" where they do, or where it cannot be told."""
+    """In what a module's tensors do not have the size of the parameters they are for; "" where they do, or where it
+    cannot be told."""
     of = {role: sizes[key] for role, key in roles.items()}
     width = _input_width(of)
     change = _change(of)
@@ -136,7 +146,10 @@ def _mismatch(
                 return (
                     f"changes {rows} x {columns} numbers, but {slot.module} here has {own[0]} x {prod(own[1:])}"
                     if whole == 1 == parts
-                    else f"is {columns} wide and {rows} high, which {slot.module} here, {own[0]} x {prod(own[1:])}, has no place for"
+                    else (
+                        f"is {columns} wide and {rows} high, which {slot.module} here, {own[0]} x "
+                        f"{prod(own[1:])}, has no place for"
+                    )
                 )
         elif width and prod(own[1:]) % width:
             return f"turns blocks of {width} inputs, but {slot.module} here has {prod(own[1:])}"
@@ -181,7 +194,8 @@ def _half(of: Mapping[str, tuple[int, ...]], side: str) -> tuple[int, int]:
 
 
 def _input_width(of: Mapping[str, tuple[int, ...]]) -> int:
-    """Inputs that an OFT's blocks turn: all of a layer's, or those of the one block that is for all; 0 for other algorithms."""
+    """Inputs that an OFT's blocks turn: all of a layer's, or those of the one block that is for all; 0 for other
+    algorithms."""
     shape = of.get("oft", ())
     if len(shape) != 2:
         return 0

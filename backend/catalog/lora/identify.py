@@ -200,7 +200,8 @@ def families_of(
 def _candidates(
     widths: tuple[tuple[str, int, int], ...], families: tuple[ModuleType, ...]
 ) -> tuple[bool, tuple[tuple[str, str], ...]]:
-    """(whether they are sure, (family, why) by signs of the modules alone): those that are sure, else those that are possible."""
+    """(whether they are sure, (family, why) by signs of the modules alone): those that are sure, else those that are
+    possible."""
     sure, possible = {}, {}
     for family in families:
         for sign in family.LORA_SIGNS:
@@ -213,7 +214,8 @@ def _candidates(
 def _with_names(
     widths: tuple[tuple[str, int, int], ...], candidates: dict[str, str], families: tuple[ModuleType, ...]
 ) -> dict[str, str]:
-    """The candidates whose networks have every module of a file in its size; where none of them has, all families that do; else as they are."""
+    """The candidates whose networks have every module of a file in its size; where none of them has, all families that
+    do; else as they are."""
     names = {family.NAME for family in families}
     having = [name for name in module_names.families_with(widths) if name in names]
     if kept := {name: why for name, why in candidates.items() if name in having}:

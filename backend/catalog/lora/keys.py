@@ -1,6 +1,9 @@
-"""Keys of LoRA files taken apart: what the end says the tensor is, what the beginning says it belongs to. No weights, no torch.
+"""Keys of LoRA files taken apart: what the end says the tensor is, what the beginning says it belongs to.
 
-A key is `<prefix><module><suffix>` and any prefix occurs with any suffix, so the two tables are independent of each other.
+No weights, no torch.
+
+A key is `<prefix><module><suffix>` and any prefix occurs with any suffix, so the two tables are independent of each
+other.
 """
 
 from __future__ import annotations
@@ -185,7 +188,8 @@ class Reading:
 
 @lru_cache(maxsize=65536)
 def split_key(key: str) -> tuple[str, str] | None:
-    """(module as the file spells it, wrappers of single blocks aside, role of the tensor), or None for a key that is no adapter's."""
+    """(module as the file spells it, wrappers of single blocks aside, role of the tensor), or None for a key that is no
+    adapter's."""
     key = unwrapped(key)
     head, _, last = key.rpartition(".")
     if not head:
@@ -250,8 +254,8 @@ def innermost(stem: str) -> Reading:
 
 
 def scales_of(keys: Iterable[str]) -> dict[str, str]:
-    """Scale's key -> key of the tensor that it belongs to ("" for one of a layer's input), in any spelling: what is left of the name of a
-    scale is the name of another tensor, with or without `.weight`."""
+    """Scale's key -> key of the tensor that it belongs to ("" for one of a layer's input), in any spelling: what is
+    left of the name of a scale is the name of another tensor, with or without `.weight`."""
     keys = keys if isinstance(keys, dict | set | frozenset) else set(keys)
     found = {}
     for key in keys:
@@ -272,8 +276,8 @@ def scales_of(keys: Iterable[str]) -> dict[str, str]:
 def group(keys: Iterable[str]) -> tuple[dict[str, dict[str, str]], list[str]]:
     """({module: {role: key}}, keys that are no adapter's); scales of 8-bit tensors (`scales_of`) are in neither.
 
-    A module described twice over under one name becomes `module`, `module#2`, ...: pairs that are spelt alike stay together, and what
-    there is of once (alpha) is everyone's.
+    A module described twice over under one name becomes `module`, `module#2`, ...: pairs that are spelt alike stay
+    together, and what there is of once (alpha) is everyone's.
     """
     keys = tuple(keys)
     scales = scales_of(frozenset(keys))

@@ -1,4 +1,7 @@
-"""Facts from a LoRA's metadata. All of it is text from strangers: it may be broken, huge, or wrong, and none of that is an error."""
+"""Facts from a LoRA's metadata.
+
+All of it is text from strangers: it may be broken, huge, or wrong, and none of that is an error.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +93,10 @@ def _words_beside(path: Path) -> tuple[str, ...]:
 
 
 def is_ours(metadata: Mapping[str, str]) -> bool:
-    """Whether Loft's own trainer wrote the file. It keeps an alpha tensor wherever the factor is not 1, so its "alpha" is no rule."""
+    """Whether Loft's own trainer wrote the file.
+
+    It keeps an alpha tensor wherever the factor is not 1, so its "alpha" is no rule.
+    """
     return metadata.get("software", "").startswith("Loft ")
 
 

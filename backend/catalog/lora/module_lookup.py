@@ -1,4 +1,7 @@
-"""Which parameters of a model a LoRA's modules are: looked up in the model's own module lists, in every spelling. No weights, no torch."""
+"""Which parameters of a model a LoRA's modules are: looked up in the model's own module lists, in every spelling.
+
+No weights, no torch.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,10 @@ class Index:
 
 
 def index_of_rows(rows: Mapping[str, int], part: str, family: ModuleType | None) -> Index:
-    """The index of a part. `rows`: module -> rows of its weight, of every module with parameters of its own (1 where it has no weight)."""
+    """The index of a part.
+
+    `rows`: module -> rows of its weight, of every module with parameters of its own (1 where it has no weight).
+    """
     text = part.startswith("text_encoder")
     described = family.PARTS.get(part) if family else None
     beginnings = (*(described.prefixes if described else ()), *(TEXT if text else ()))
@@ -57,7 +63,10 @@ class Resolved:
 
 
 def resolve(stem: str, roles: Iterable[str], indexes: Mapping[str, Index]) -> Resolved | str:
-    """Where a module of a LoRA belongs, or the reason why nowhere. Prefixes are cut only until what remains is found."""
+    """Where a module of a LoRA belongs, or the reason why nowhere.
+
+    Prefixes are cut only until what remains is found.
+    """
     name = plain(stem)
     component = ""
     modulation = ".modulation" if set(roles) == {"diff_m"} else ""  # said of a whole block, meant for a parameter of it

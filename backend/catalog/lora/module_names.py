@@ -1,7 +1,8 @@
-"""Which families' denoisers have modules of given names and sizes: looked up in `module_names.json`, which holds every spelling of them.
+"""Which families' denoisers have modules of given names and sizes: looked up in `module_names.json`, which holds every
+spelling of them.
 
-The file is made from the networks in their published sizes (`tests/catalog/lora/make_module_names.py`). Small LoRA files, which show none of the
-signs that a whole one has, are known by it where only one family has their modules.
+The file is made from the networks in their published sizes (`tests/catalog/lora/make_module_names.py`). Small LoRA
+files, which show none of the signs that a whole one has, are known by it where only one family has their modules.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ LEAVES = ("_weight", "_modulation")  # what a file may name of a module beside t
 
 
 def families_with(modules: Iterable[tuple[str, int, int]]) -> tuple[str, ...]:
-    """The families that have every one of `modules` (flattened name, input width, rows; 0 for unknown); none for no modules."""
+    """The families that have every one of `modules` (flattened name, input width, rows; 0 for unknown); none for no
+    modules."""
     modules = tuple(modules)
     return tuple(family for family, table in _tables().items() if modules and all(_has(table, *one) for one in modules))
 
@@ -80,7 +82,8 @@ TEXTS = (  # (names, input widths, what the prefix has to be, families whose enc
 
 
 def families_of_encoders(texts: Iterable[tuple[str, str, int]]) -> tuple[str, ...]:
-    """The families whose text encoders have every one of `texts` (prefix, flattened name, input width); none for none of them."""
+    """The families whose text encoders have every one of `texts` (prefix, flattened name, input width); none for none
+    of them."""
     common: set[str] | None = None
     for prefix, name, width in texts:
         found = {

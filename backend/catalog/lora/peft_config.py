@@ -1,4 +1,5 @@
-"""What a LoRA file says of itself in PEFT's words: `lora_adapter_metadata` in its header, or PEFT's `adapter_config.json` beside it."""
+"""What a LoRA file says of itself in PEFT's words: `lora_adapter_metadata` in its header, or PEFT's
+`adapter_config.json` beside it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ DEFAULT = "R = 1 + 2Q + 2Q^2 + 2Q^3 + Q^4"
 
 
 def config_beside(path: Path) -> dict:
-    """PEFT's adapter_config.json, which speaks of the one LoRA in its folder; {} where there is none, or where several files could be meant.
+    """PEFT's adapter_config.json, which speaks of the one LoRA in its folder; {} where there is none, or where several
+    files could be meant.
 
     Raises Trouble("damaged") for one that is no JSON object.
     """
@@ -34,7 +36,8 @@ def config_beside(path: Path) -> dict:
 
 
 def is_unclear(path: Path) -> bool:
-    """Whether an adapter_config.json lies beside `path` and cannot be told to be its own, for other LoRA files lie there too."""
+    """Whether an adapter_config.json lies beside `path` and cannot be told to be its own, for other LoRA files lie
+    there too."""
     return is_file(path.with_name(CONFIG)) and not path.name.startswith(STEMS) and bool(others_beside(path))
 
 
@@ -58,7 +61,8 @@ def others_beside(path: Path) -> list[Path]:
 
 
 def fields_of(metadata: Mapping[str, str], config: Mapping[str, object]) -> dict[str, dict]:
-    """PEFT's fields by component ("dit", "text_encoder", ...; "" for those without any of their own): the header's, else the config's."""
+    """PEFT's fields by component ("dit", "text_encoder", ...; "" for those without any of their own): the header's,
+    else the config's."""
     said = table(metadata, METADATA)
     if not said:
         return {"": dict(config)} if config else {}
@@ -84,9 +88,10 @@ def truth(value: object) -> bool:
 class Turning:
     """How a block of an OFT file becomes a rotation R of the skew-symmetric Q that it holds.
 
-    `exact`: Cayley's map (1 - Q)(1 + Q)^-1. Else PEFT's Cayley-Neumann series of `terms` terms, which turns the other way:
-    1 + 2Q + 2Q^2 + ... + 2Q^(n-1) + Q^n with n = terms - 1, but at least 3 where there are more than two terms.
-    `projected`: each block is first brought within `eps` / sqrt(number of blocks) of 0 (COFT). `said`: by what it is known; "" by nothing.
+    `exact`: Cayley's map (1 - Q)(1 + Q)^-1. Else PEFT's Cayley-Neumann series of `terms` terms, which turns the other
+    way: 1 + 2Q + 2Q^2 + ... + 2Q^(n-1) + Q^n with n = terms - 1, but at least 3 where there are more than two terms.
+    `projected`: each block is first brought within `eps` / sqrt(number of blocks) of 0 (COFT). `said`: by what it is
+    known; "" by nothing.
     """
 
     exact: bool = False
@@ -110,8 +115,9 @@ class Turning:
 def turning_of(metadata: Mapping[str, str], config: Mapping[str, object], component: str, name: str) -> Turning:
     """The definition by which the OFT of `component` in the file `name` is to be read.
 
-    PEFT's own fields decide, then OneTrainer's `ot_config`; files that Loft wrote before it said so hold Cayley's map. What says nothing
-    is read by the default that PEFT, OneTrainer and ComfyUI share. Raises Trouble("bad_value") for a field that has no meaning.
+    PEFT's own fields decide, then OneTrainer's `ot_config`; files that Loft wrote before it said so hold Cayley's map.
+    What says nothing is read by the default that PEFT, OneTrainer and ComfyUI share. Raises Trouble("bad_value") for a
+    field that has no meaning.
     """
     by_component = fields_of(metadata, config)
     fields = by_component.get(component) or by_component.get("") or {}

@@ -1,8 +1,10 @@
-"""PEFT's rule for `alpha_pattern` and `rank_pattern`: which entry, if any, holds for a module (`peft.utils.other.get_pattern_key`).
+"""PEFT's rule for `alpha_pattern` and `rank_pattern`: which entry, if any, holds for a module
+(`peft.utils.other.get_pattern_key`).
 
-An entry is a regular expression for the end of a module's name; the first that matches `(.*\\.)?(ENTRY)$` from the beginning of the
-name is taken. Entries come from strangers' files, and some expressions never end on some names. What may be slow by its form is
-therefore tried in a process of its own that can be ended; one that does not come to an end is refused by name.
+An entry is a regular expression for the end of a module's name; the first that matches `(.*\\.)?(ENTRY)$` from the
+beginning of the name is taken. Entries come from strangers' files, and some expressions never end on some names. What
+may be slow by its form is therefore tried in a process of its own that can be ended; one that does not come to an end
+is refused by name.
 """
 
 from __future__ import annotations
@@ -115,7 +117,10 @@ def _within(value) -> Iterable:
 
 @lru_cache(maxsize=64)
 def _tried(entries: tuple[str, ...], names: tuple[str, ...], source: str) -> dict[str, list[bool]]:
-    """Which of `names` each entry matches, found out in a process that is ended after `SECONDS`. Raises Trouble for the entry it hung on."""
+    """Which of `names` each entry matches, found out in a process that is ended after `SECONDS`.
+
+    Raises Trouble for the entry it hung on.
+    """
     process = subprocess.Popen(
         [sys.executable, "-I", "-W", "ignore", "-c", _TRY],
         stdin=subprocess.PIPE,

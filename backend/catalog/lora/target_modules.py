@@ -15,7 +15,10 @@ _REGEX = re.compile(r"[\\^$*+?()\[\]{}|]")
 
 
 def target_modules(linear: Sequence[str], wanted: str, lora: LoraTargets, *, part: str) -> tuple[str, ...]:
-    """Of the layers `linear` those that `wanted` means: see `lora_target_modules`. Raises Trouble for what matches nothing."""
+    """Of the layers `linear` those that `wanted` means: see `lora_target_modules`.
+
+    Raises Trouble for what matches nothing.
+    """
     wanted = wanted.strip()
     if wanted == "all-linear" or (not wanted and part != lora.part):
         return tuple(linear)
@@ -66,8 +69,10 @@ def pattern_of(text: str | None, flag: str, modules: Iterable[str]) -> dict[str,
 
 
 def check_oft(section, inputs: dict[str, int]) -> None:
-    """OFT turns blocks of `lora_rank` inputs; `inputs`: of each module that gets it. Raises Trouble where they do not divide, and for what it
-    has not."""
+    """OFT turns blocks of `lora_rank` inputs; `inputs`: of each module that gets it.
+
+    Raises Trouble where they do not divide, and for what it has not.
+    """
     if section.lora_alpha is not None or section.lora_rank_pattern or section.lora_alpha_pattern:
         raise Trouble(
             "bad_value",

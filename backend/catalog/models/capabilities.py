@@ -33,7 +33,8 @@ def check(spec: ModelSpec, family: Family, num_pictures: int, *, must: bool = Tr
 
 
 def check_count(given: str, count: int, rule: EditRule, *, title: str) -> None:
-    """Raises Trouble where `count` pictures, of which `given` says where they come from, are more than the variant of `rule` works from."""
+    """Raises Trouble where `count` pictures, of which `given` says where they come from, are more than the variant of
+    `rule` works from."""
     if rule.most is not None and count > rule.most:
         most = "one picture" if rule.most == 1 else f"up to {rule.most} pictures"
         raise Trouble(

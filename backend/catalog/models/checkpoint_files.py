@@ -1,4 +1,5 @@
-"""Files that belong together: which weight files a folder means, shards by their names or their index, and what they hold in all."""
+"""Files that belong together: which weight files a folder means, shards by their names or their index, and what they
+hold in all."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Heap:
 
 
 def component_files(folder: Path) -> tuple[Path, ...]:
-    """The weight files of one component's folder: by its index, else all shards, else the one file (the plainest variant)."""
+    """The weight files of one component's folder: by its index, else all shards, else the one file (the plainest
+    variant)."""
     indexes = sorted(folder.glob("*.safetensors.index.json"), key=lambda found: len(found.name))
     indexes = indexes or sorted(folder.glob("*.bin.index.json"), key=lambda found: len(found.name))
     if indexes:
@@ -106,7 +108,10 @@ def groups(files: list[Path]) -> Iterable[tuple[Path, ...]]:
 
 
 def heap_of(files: Sequence[Path]) -> Heap:
-    """What `files` hold together. Raises Trouble("repeated") for a name that is in two of them with different values."""
+    """What `files` hold together.
+
+    Raises Trouble("repeated") for a name that is in two of them with different values.
+    """
     tensors, headers = {}, [read_header(path) for path in dict.fromkeys(files)]
     for header in headers:
         for name, at in header.tensors.items():

@@ -64,7 +64,8 @@ def identify_model(path: PathLike | Sequence[PathLike], families: Iterable[Modul
 
 
 def identify_files(paths: Iterable[PathLike | Sequence[PathLike]], families: Iterable[ModuleType]) -> ModelSpec:
-    """The model whose parts lie in `paths` (each a file, a component's folder, or a list of shards); any subset of parts."""
+    """The model whose parts lie in `paths` (each a file, a component's folder, or a list of shards); any subset of
+    parts."""
     heaps = []
     for path in paths:
         if isinstance(path, list | tuple):
@@ -83,7 +84,8 @@ def identify_files(paths: Iterable[PathLike | Sequence[PathLike]], families: Ite
 
 
 def _as_one(heaps: list[Heap], families: tuple[ModuleType, ...]) -> list[Heap]:
-    """Files of which one alone is nothing are pieces of one model if they are named alike and no name is in two of them."""
+    """Files of which one alone is nothing are pieces of one model if they are named alike and no name is in two of
+    them."""
     pieces = [heap for heap in heaps if not _is_whole(heap, families)]
     names = [name for heap in heaps for name in heap.tensors]
     beginnings = [{name.partition(".")[0] for name in heap.tensors} for heap in heaps]
@@ -210,7 +212,8 @@ def missing_of(parts: Iterable[str], variant: str | None, family: ModuleType) ->
 
 
 def _variant_of(chosen: dict[str, Found], family: ModuleType, path: Path | None) -> tuple[str | None, str, str]:
-    """(variant, its title, by what) of the denoiser: by its tensors, or by what lies beside it and how it is called; None without one."""
+    """(variant, its title, by what) of the denoiser: by its tensors, or by what lies beside it and how it is called;
+    None without one."""
     if "dit" not in chosen:
         return None, "", ""
     found = chosen["dit"]

@@ -62,7 +62,10 @@ def lora_at(path: Path, families: tuple[ModuleType, ...], corrections: Mapping[s
 def scan_models(
     folders: Iterable[Path], families: Iterable[ModuleType], cache: Path | None = None
 ) -> tuple[ModelSpec | Trouble, ...]:
-    """Every model in `folders`: those in a folder of their own (diffusers layout), then single files. LoRA files are passed over."""
+    """Every model in `folders`: those in a folder of their own (diffusers layout), then single files.
+
+    LoRA files are passed over.
+    """
     families = tuple(families)
     memory = Memory(cache, "models", families)
     found: dict[Path, ModelSpec | Trouble] = {}
@@ -109,7 +112,8 @@ def _lora(path: Path, families: tuple[ModuleType, ...]) -> LoraSpec:
 
 
 def _check_readable(path: Path) -> None:
-    """Raises Trouble for a pipe, a device or a socket, which would be read for ever, and for a name that no page could give back."""
+    """Raises Trouble for a pipe, a device or a socket, which would be read for ever, and for a name that no page could
+    give back."""
     if not is_printable(path.name):
         raise Trouble(
             "unreadable",

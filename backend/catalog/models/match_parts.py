@@ -60,7 +60,9 @@ def find_parts(
     folder: Path | None = None,
     only: str | None = None,
 ) -> list[Found]:
-    """Every part that `tensors` (as stored) hold, one entry a (family, part); the most particular variant wins. `only`: that part alone.
+    """Every part that `tensors` (as stored) hold, one entry a (family, part); the most particular variant wins.
+
+    `only`: that part alone.
 
     `folder` may hold a config.json with the sizes; without one they are taken from the shapes.
     """
@@ -82,14 +84,18 @@ def find_parts(
 
 
 def _check_no_adapter(tensors: Mapping[str, TensorAt]) -> None:
-    """Raises Trouble for a model with a LoRA's tensors among its own: without them it is not the model that was saved."""
+    """Raises Trouble for a model with a LoRA's tensors among its own: without them it is not the model that was
+    saved."""
     suspects = {key for key in tensors if any(word in key for word in ADAPTER_WORDS)}
     for roles in group(suspects)[0].values():
         if any(all(role in roles for role in change) for change in CHANGES):
             key = next(iter(roles.values()))
             raise Trouble(
                 "not_supported",
-                f"{tensors[key].file.name} holds a model and a LoRA beside its weights ({key[:160]}), which would be left out.",
+                (
+                    f"{tensors[key].file.name} holds a model and a LoRA beside its weights ({key[:160]}), which would "
+                    "be left out."
+                ),
                 hint="Take the model and the LoRA as two files.",
             )
 
@@ -118,7 +124,8 @@ def _best_match(tensors: Mapping[str, TensorAt], family: ModuleType, part: str) 
 
 
 def _only(prefixes: list[str], name: str, tensors: Mapping[str, TensorAt], part: str) -> str:
-    """The prefix that is meant, of a denoiser: a usual one, else the only one ("student." beside "teacher." says nothing)."""
+    """The prefix that is meant, of a denoiser: a usual one, else the only one ("student." beside "teacher." says
+    nothing)."""
     if part != "dit" or len(prefixes) == 1:
         return prefixes[0]
     usual = next((prefix for prefix in prefixes if WORDS.issuperset(prefix.split(".")[:-1])), None)
@@ -200,7 +207,8 @@ def _complete(dialect: NameMap, weights: dict, family: ModuleType) -> NameMap:
 
 
 def _renamed(weights: dict, scales: dict, dialect: NameMap) -> tuple[dict, dict]:
-    """Weights and their scales under the part's own names; a factor a row is cut like its rows, a single one serves all."""
+    """Weights and their scales under the part's own names; a factor a row is cut like its rows, a single one serves
+    all."""
     own_weights, own_scales = {}, {}
     for name, at in weights.items():
         pieces = own_tensors({name: at}, dialect)
@@ -257,7 +265,8 @@ def _config(family: ModuleType, part: Part, name: str, weights: dict[str, Tensor
 
 
 def _belongs(config: dict, part: Part) -> bool:
-    """Whether a config.json speaks of this part's class (a transformers one names no class of ours, only a model type)."""
+    """Whether a config.json speaks of this part's class (a transformers one names no class of ours, only a model
+    type)."""
     network = part.network.rpartition(":")[2]
     said = config.get("_class_name")
     if said is not None:

@@ -1,4 +1,5 @@
-"""What lies beside a model's parts in its folder: noise schedule, tokenizer, and the settings it wants to be asked with."""
+"""What lies beside a model's parts in its folder: noise schedule, tokenizer, and the settings it wants to be asked
+with."""
 
 from __future__ import annotations
 
@@ -53,13 +54,17 @@ def processor_in(root: Path | None) -> Path | None:
 
 
 def processor_settings(folder: Path) -> Path | None:
-    """The file in a processor's folder that says how pictures are cut; None where there is none. Newer transformers write another."""
+    """The file in a processor's folder that says how pictures are cut; None where there is none.
+
+    Newer transformers write another.
+    """
     names = ("preprocessor_config.json", "processor_config.json")
     return next((folder / name for name in names if is_file(folder / name)), None)
 
 
 def root_of(spec: ModelSpec, family: Family) -> Path | None:
-    """The folder in the diffusers layout that holds the parts, the transformer's first; None where they lie otherwise."""
+    """The folder in the diffusers layout that holds the parts, the transformer's first; None where they lie
+    otherwise."""
     if spec.path is not None and is_folder(spec.path):
         return spec.path
     for name in sorted(spec.parts, key=lambda name: name != "dit"):
@@ -72,8 +77,8 @@ def root_of(spec: ModelSpec, family: Family) -> Path | None:
 def request_defaults(
     spec: ModelSpec, family: Family, *, usual: Mapping[str, object] | None = None
 ) -> dict[str, object]:
-    """Fields of `GenerationRequest` that this model wants by default: the family's, over them `usual`, and over both `_defaults` of its
-    model_index.json."""
+    """Fields of `GenerationRequest` that this model wants by default: the family's, over them `usual`, and over both
+    `_defaults` of its model_index.json."""
     said = _said(spec, family, "_defaults")
     known = (
         {name: value for name, value in said.items() if isinstance(value, int | float)}
@@ -84,14 +89,18 @@ def request_defaults(
 
 
 def check_size(spec: ModelSpec, family: Family, *, width: int, height: int) -> None:
-    """Raises Trouble where the model's `_sizes` in its model_index.json, a list of [width, height], do not hold this one."""
+    """Raises Trouble where the model's `_sizes` in its model_index.json, a list of [width, height], do not hold this
+    one."""
     said = _said(spec, family, "_sizes")
     sizes = [size for size in said if isinstance(size, list) and len(size) == 2] if isinstance(said, list) else []
     if sizes and [width, height] not in sizes:
         known = " or ".join(f"{size[0]} x {size[1]}" for size in sizes)
         raise Trouble(
             "bad_value",
-            f"This model draws {known} pixels, the size it was trained at; at {width} x {height} things come out cut or repeated.",
+            (
+                f"This model draws {known} pixels, the size it was trained at; at {width} x {height} things come out "
+                "cut or repeated."
+            ),
             hint=f"Ask for {known}, or choose another model.",
         )
 

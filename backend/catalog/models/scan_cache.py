@@ -33,7 +33,8 @@ class Memory:
         self.changed = False
 
     def recall(self, path: Path, status: os.stat_result, look: Callable, rebuild: Callable):
-        """What `look()` says of `path`, or what was remembered of this very size and time; a Trouble is an answer too."""
+        """What `look()` says of `path`, or what was remembered of this very size and time; a Trouble is an answer
+        too."""
         name, stamp = os.fspath(path), [status.st_size, status.st_mtime_ns]
         kept = self.known.get(name)
         if isinstance(kept, dict) and kept.get("stamp") == stamp:

@@ -1,4 +1,5 @@
-"""Whether a family's models are drawn with and trained here, for the engine, the trainer, the page and the command line alike. No torch."""
+"""Whether a family's models are drawn with and trained here, for the engine, the trainer, the page and the command line
+alike. No torch."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ _LOCK = Lock()
 
 
 def counts(folder: Path, texts: Sequence[str]) -> list[int] | None:
-    """Tokens of each of `texts` by the tokenizer in `folder`, special words in them as one each; None where there is none that can be read.
+    """Tokens of each of `texts` by the tokenizer in `folder`, special words in them as one each; None where there is
+    none that can be read.
 
     A text is counted once for as long as the tokenizer's files stay as they are.
     """

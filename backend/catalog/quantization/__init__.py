@@ -1,11 +1,13 @@
 """How each weight of a model is stored, decided from everything that its files say: the one owner of storage forms.
 
-Read: small_tensors, layer, evidence, scaled, comfyui, torchao, bitsandbytes, quanto, sdnq, svdquant, other_vendors, methods.
+Read: small_tensors, layer, evidence, scaled, comfyui, torchao, bitsandbytes, quanto, sdnq, svdquant, other_vendors,
+    methods.
 Public: evidence, methods.
 
-`methods` lists what Loft can quantize with. `layer` is a weight and what is known of it, `evidence` how that is gathered; the others are the forms. Each says whether a layer is its, and as what it is read. The rule: a marker,
-prefix or companion that is not understood never counts as absent. A weight is read right, or refused in a sentence that names its form.
-`backend.engine.loading.dequantize` has for each form the formula.
+`methods` lists what Loft can quantize with. `layer` is a weight and what is known of it, `evidence` how that is
+gathered; the others are the forms. Each says whether a layer is its, and as what it is read. The rule: a marker, prefix
+or companion that is not understood never counts as absent. A weight is read right, or refused in a sentence that names
+its form. `backend.engine.loading.dequantize` has for each form the formula.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ MARKED = (
     "nvfp4",
 )  # forms that ComfyUI's markers name
 SUSPECT = re.compile(  # of a role beside a matrix: what only weights have that are made of several tensors
-    r"(?:.*[._])?(?:w?scales?\w*|w?zeros?\w*|absmax|quant\w*|codebook\w*|smooth\w*|qdata|offset|scb|g_idx|perm\w*|lut|shift|had\w*"
-    r"|rotat\w*|svd_?\w+|proj_(?:down|up)|lora_\w+|weight_(?:g|v|u|bias|shape|orig|mask))",
+    r"(?:.*[._])?(?:w?scales?\w*|w?zeros?\w*|absmax|quant\w*|codebook\w*|smooth\w*|qdata|offset|scb|g_idx|perm\w*"
+    r"|lut|shift|had\w*|rotat\w*|svd_?\w+|proj_(?:down|up)|lora_\w+|weight_(?:g|v|u|bias|shape|orig|mask))",
     re.IGNORECASE,
 )
 INNOCENT = ("weight", "bias", "embed_scale")
@@ -53,7 +55,8 @@ INNOCENT = ("weight", "bias", "embed_scale")
 
 @dataclass(frozen=True)
 class Stored:
-    """What tensors mean: numbers by name (shapes are the weights' own), factors of scaled codes, and what cannot be read, by name."""
+    """What tensors mean: numbers by name (shapes are the weights' own), factors of scaled codes, and what cannot be
+    read, by name."""
 
     tensors: dict[str, TensorAt]
     scales: dict[str, TensorAt] = field(default_factory=dict)
@@ -61,7 +64,8 @@ class Stored:
 
 
 def understood(tensors: Mapping[str, TensorAt], metadata: Mapping[str, str], settings: Mapping | None = None) -> Stored:
-    """The weights in `tensors` (as stored, of one file or several) by name, wrappers taken off; companions and markers are gone.
+    """The weights in `tensors` (as stored, of one file or several) by name, wrappers taken off; companions and markers
+    are gone.
 
     `settings`: the config.json beside them. A Trouble is kept by name and raised by who needs that weight.
     """
@@ -149,7 +153,10 @@ def _unmarked(layer: Layer) -> Decision:
     if layer.entry:
         raise refusal(
             layer,
-            f"{at.dtype if at else 'codes'} with a marker of the format {str(layer.entry.get('format'))[:60]!r}, which is not known",
+            (
+                f"{at.dtype if at else 'codes'} with a marker of the format {str(layer.entry.get('format'))[:60]!r}, "
+                "which is not known"
+            ),
         )
     if at is None or at.dtype not in FLOAT8:
         raise refusal(layer, f"{_codes(layer)} without a factor, and codes without one are no numbers")
@@ -178,7 +185,10 @@ def _codes(layer: Layer) -> str:
 
 
 def check_complete(tensors: Mapping[str, TensorAt], scales: Mapping[str, TensorAt]) -> None:
-    """In a part with scaled weights an 8-bit matrix without a factor would be 100 times too large. Raises Trouble for it."""
+    """In a part with scaled weights an 8-bit matrix without a factor would be 100 times too large.
+
+    Raises Trouble for it.
+    """
     if not scales and not any(at.packed is not None for at in tensors.values()):
         return
     for name, at in tensors.items():

@@ -1,7 +1,8 @@
-"""bitsandbytes: NF4 and FP4 (`weight.absmax`, `weight.quant_map`, `weight.quant_state.bitsandbytes__nf4`), LLM.int8() (`SCB`).
+"""bitsandbytes: NF4 and FP4 (`weight.absmax`, `weight.quant_map`, `weight.quant_state.bitsandbytes__nf4`), LLM.int8()
+(`SCB`).
 
-Source: bitsandbytes/functional.py (QuantState.as_dict, dequantize_4bit) and nn/modules.py (Linear8bitLt) of bitsandbytes 0.50.
-The shape of a 4-bit weight stands in the quant state's JSON alone.
+Source: bitsandbytes/functional.py (QuantState.as_dict, dequantize_4bit) and nn/modules.py (Linear8bitLt) of
+bitsandbytes 0.50. The shape of a 4-bit weight stands in the quant state's JSON alone.
 """
 
 from __future__ import annotations

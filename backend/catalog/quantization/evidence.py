@@ -1,6 +1,8 @@
-"""Everything that files say of how their weights are stored, gathered by weight: stored tensors by role, markers, header entries, configurations.
+"""Everything that files say of how their weights are stored, gathered by weight: stored tensors by role, markers,
+header entries, configurations.
 
-What cannot be understood is kept as words (`Evidence.broken`, an entry's "unreadable"), never dropped: codes that it may speak of are refused.
+What cannot be understood is kept as words (`Evidence.broken`, an entry's "unreadable"), never dropped: codes that it
+may speak of are refused.
 """
 
 from __future__ import annotations
@@ -22,8 +24,21 @@ LAYERS = "_quantization_metadata"
 CONFIG = "quantization_config"
 VERSIONS = ("1.0", "1", 1, 1.0, None)
 TOLD = (  # beside the layers: nothing that a weight would be read by
-    "format_version", "layers", "version", "producer", "tool", "software", "created_by", "author", "date", "name", "model", "source", "description", "comment",
-)  # fmt: skip
+    "format_version",
+    "layers",
+    "version",
+    "producer",
+    "tool",
+    "software",
+    "created_by",
+    "author",
+    "date",
+    "name",
+    "model",
+    "source",
+    "description",
+    "comment",
+)
 TWICE = ["said twice"]  # no entry that could be understood
 PRIMARY = ("weight", "weight._data", "weight._data._data", "_weight_qdata", "qweight", "weight_packed", "W_q")
 JOINED = re.compile(r"(?P<module>.+)_(?P<role>scale\w*|zero\w*|absmax|quant\w*|scb)", re.IGNORECASE)
@@ -41,7 +56,8 @@ COMPANIONS = (
 
 
 def together(headers: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """The metadata of several files as one: what each says of its layers is kept, and so is what is broken in one of them.
+    """The metadata of several files as one: what each says of its layers is kept, and so is what is broken in one of
+    them.
 
     Raises Trouble("repeated") where two say different things of all weights, or of one."""
     merged: dict[str, str] = {}
@@ -74,7 +90,9 @@ def together(headers: Iterable[Mapping[str, str]]) -> dict[str, str]:
 def gather(
     tensors: Mapping[str, TensorAt], metadata: Mapping[str, str], settings: Mapping | None
 ) -> tuple[list[Layer], dict[str, TensorAt]]:
-    """(modules with a weight, all other tensors by name) of a file or several. Names are without wrappers, prefixes stay.
+    """(modules with a weight, all other tensors by name) of a file or several.
+
+    Names are without wrappers, prefixes stay.
 
     `settings`: a config.json beside the files.
     """
@@ -137,7 +155,8 @@ def _by_module(tensors: Mapping[str, TensorAt]) -> tuple[dict[str, dict], dict[s
 
 
 def _home_strays(modules: dict, weighted: set[str], index: Modules) -> tuple[str, str]:
-    """Gives companions whose weight lies under another prefix to it; answers (a marker, a factor) that belong to no weight."""
+    """Gives companions whose weight lies under another prefix to it; answers (a marker, a factor) that belong to no
+    weight."""
     marker = factor = ""
     for name in [name for name in modules if name not in weighted]:
         roles = modules[name]
@@ -157,7 +176,8 @@ def _home_strays(modules: dict, weighted: set[str], index: Modules) -> tuple[str
 
 
 def _said_of_layers(metadata: Mapping[str, str]) -> tuple[dict[str, object], str]:
-    """`_layers_of` the header's entry, under whatever spelling; another entry about quantization that holds a table is not understood."""
+    """`_layers_of` the header's entry, under whatever spelling; another entry about quantization that holds a table is
+    not understood."""
     entries, broken = _layers_of(metadata.get(LAYERS))
     for key, text in metadata.items():
         plain = bare(key.strip()).strip("_").lower()
@@ -268,7 +288,8 @@ def _torchao(metadata: Mapping[str, str], index: Modules) -> dict[str, dict]:
 
 
 def _covering(name: str, scaled: Mapping[str, TensorAt], weighted: set[str]) -> str | None:
-    """The dtype of the `scaled_fp8` marker under whose prefix `name` lies; one under a prefix without weights covers all."""
+    """The dtype of the `scaled_fp8` marker under whose prefix `name` lies; one under a prefix without weights covers
+    all."""
     for prefix, at in scaled.items():
         if name.startswith(prefix) or not any(other.startswith(prefix) for other in weighted):
             return at.dtype

@@ -1,4 +1,5 @@
-"""One weight and everything that a file says of it, and how a form answers: what is read, or a refusal that names the form."""
+"""One weight and everything that a file says of it, and how a form answers: what is read, or a refusal that names the
+form."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Layer:
-    """A module's stored tensors by role ("weight", "weight_scale", "weight.absmax", "_weight_qdata"), and what is said of it."""
+    """A module's stored tensors by role ("weight", "weight_scale", "weight.absmax", "_weight_qdata"), and what is said
+    of it."""
 
     module: str
     tensors: Mapping[str, TensorAt]
@@ -72,8 +74,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Decision:
-    """How a layer's weight is read: the tensor (with `packed`, where its numbers are made), the factor of plain scaled codes, and
-    other parameters that the same stored tensors make ("name" -> tensor)."""
+    """How a layer's weight is read: the tensor (with `packed`, where its numbers are made), the factor of plain scaled
+    codes, and other parameters that the same stored tensors make ("name" -> tensor)."""
 
     at: TensorAt | None
     scale: TensorAt | None = None
@@ -101,7 +103,8 @@ def packed(
     also: Iterable[str] = (),
     name: str | None = None,
 ) -> Decision:
-    """The decision to dequantize: `roles` role in the form -> role in the file; `also` are roles that are understood and not needed."""
+    """The decision to dequantize: `roles` role in the form -> role in the file; `also` are roles that are understood
+    and not needed."""
     pieces = tuple((role, layer.tensors[stored]) for role, stored in roles.items())
     first = pieces[0][1]
     at = TensorAt(

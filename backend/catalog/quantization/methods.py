@@ -1,10 +1,11 @@
-"""Methods that store the weights of linear layers in 8 or 4 bits: the one table of what each is called, who carries it out, what a layer
-takes, and whether a LoRA can learn beside it. No torch, and none of those packages.
+"""Methods that store the weights of linear layers in 8 or 4 bits: the one table of what each is called, who carries it
+out, what a layer takes, and whether a LoRA can learn beside it. No torch, and none of those packages.
 
-The names are DiffSynth-Studio's (`w8a16`: 8-bit weights, 16-bit activations). The planner counts by this table, command lines and
-`QuantizeConfig` take its names, and `engine.quantization` holds the functions of each. A part's storage is written as
-"bitsandbytes_nf4", or "int8/img_in,proj_out" with the ends of names of layers that stay as they are.
-Checked against real layers (`tests/engine/quantization/test_quantized_layers.py`): bitsandbytes 0.50, torchao 0.18, comfy-kitchen 0.2.
+The names are DiffSynth-Studio's (`w8a16`: 8-bit weights, 16-bit activations). The planner counts by this table, command
+lines and `QuantizeConfig` take its names, and `engine.quantization` holds the functions of each. A part's storage is
+written as "bitsandbytes_nf4", or "int8/img_in,proj_out" with the ends of names of layers that stay as they are. Checked
+against real layers (`tests/engine/quantization/test_quantized_layers.py`): bitsandbytes 0.50, torchao 0.18,
+comfy-kitchen 0.2.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ PIP_NAMES = {"comfy_kitchen": "comfy-kitchen"}
 
 @dataclass(frozen=True)
 class Method:
-    """`layer_bytes(rows, columns, wide)`: of a layer's weight, `wide` being the bytes of a number that computes. `activations`: inputs
-    are quantized too. `gradients`: they pass through the layer. `keeps_weight`: autograd keeps the full weight of each layer until its
-    backward pass."""
+    """`layer_bytes(rows, columns, wide)`: of a layer's weight, `wide` being the bytes of a number that computes.
+
+    `activations`: inputs are quantized too. `gradients`: they pass through the layer. `keeps_weight`: autograd keeps
+    the full weight of each layer until its backward pass.
+    """
 
     package: str  # that is imported; "" for Loft's own
     title: str
@@ -53,7 +56,8 @@ def _nvfp4(rows: int, columns: int, wide: int) -> int:
 
 
 def _block_factors(rows: int, columns: int, block: int) -> int:
-    """Bytes of the factors of blocks of a row, as tensor cores read them: rows in groups of 128, blocks in groups of 4."""
+    """Bytes of the factors of blocks of a row, as tensor cores read them: rows in groups of 128, blocks in groups of
+    4."""
     return 128 * -(-rows // 128) * 4 * -(-columns // (4 * block))
 
 
@@ -68,7 +72,8 @@ METHODS: dict[str, Method] = {
     "torchao_nvfp4_w4a16": Method("torchao", "NVFP4", _nvfp4, keeps_weight=True),
     "torchao_int8_w8a8": Method("torchao", "INT8, INT8 inputs", _bytes_and(5), activations=True, gradients=False),
     "torchao_fp8_w8a8": Method("torchao", "FP8, FP8 inputs", _bytes_and(4), activations=True, gradients=False),
-    # These need a card of their own kind (NVIDIA's Hopper or Blackwell); their bytes are by the formats' definitions, not measured.
+    # These need a card of their own kind (NVIDIA's Hopper or Blackwell); their bytes are by the formats' definitions,
+    # not measured.
     "torchao_nvfp4_w4a4": Method("torchao", "NVFP4, NVFP4 inputs", _nvfp4, activations=True, gradients=False),
     "torchao_mxfp4_w4a4": Method(
         "torchao",
@@ -96,7 +101,8 @@ def is_quantized(storage: str) -> bool:
 
 
 def check_method(name: str, setting: str) -> None:
-    """Raises Trouble in the name of `setting` for a method that is not known, and for one whose package is not installed."""
+    """Raises Trouble in the name of `setting` for a method that is not known, and for one whose package is not
+    installed."""
     if name not in METHODS:
         raise Trouble(
             "bad_value",

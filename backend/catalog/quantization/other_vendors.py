@@ -1,4 +1,5 @@
-"""Forms of single vendors: NVFP4 of NVIDIA's ModelOpt; and those that are known by their tensors and refused by name."""
+"""Forms of single vendors: NVFP4 of NVIDIA's ModelOpt; and those that are known by their tensors and refused by
+name."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ NAMED = (  # roles that only one form has -> its name
 
 
 def modelopt(layer: Layer) -> Decision | None:
-    """NVFP4 as ModelOpt exports it: the low nibble is the even column, and scales lie in rows unless they were tiled for ComfyUI.
+    """NVFP4 as ModelOpt exports it: the low nibble is the even column, and scales lie in rows unless they were tiled
+    for ComfyUI.
 
     Source: modelopt/torch/export/diffusers_utils.py and quantization/qtensor/nvfp4_tensor.py of NVIDIA/Model-Optimizer.
     """

@@ -1,7 +1,8 @@
-"""optimum-quanto: `weight._data` with `weight._scale` (8 bits), `weight._data._data` with `_scale` and `_shift` (4 and 2 bits, in groups).
+"""optimum-quanto: `weight._data` with `weight._scale` (8 bits), `weight._data._data` with `_scale` and `_shift` (4 and
+2 bits, in groups).
 
-Source: optimum/quanto/tensor of optimum-quanto 0.2.7. The packed matrix is (rows x groups, numbers of a group) and does not say how many
-rows there are; the bias does.
+Source: optimum/quanto/tensor of optimum-quanto 0.2.7. The packed matrix is (rows x groups, numbers of a group) and does
+not say how many rows there are; the bias does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Scaled FP8 and INT8: codes times a factor for the whole weight, for each row, or for each block.
 
-Spellings: `scale_weight` (ComfyUI's older form, musubi-tuner), `weight_scale` (ComfyUI's newer form, vendors' files, convert_to_quant,
-ModelOpt, compressed-tensors), `weight_scale_inv` (fine-grained FP8 of transformers: a factor nonetheless, in spite of its name).
-Musubi-tuner's blocks are (rows, blocks, 1): runs of neighbouring inputs of one row share a factor.
+Spellings: `scale_weight` (ComfyUI's older form, musubi-tuner), `weight_scale` (ComfyUI's newer form, vendors' files,
+convert_to_quant, ModelOpt, compressed-tensors), `weight_scale_inv` (fine-grained FP8 of transformers: a factor
+nonetheless, in spite of its name). Musubi-tuner's blocks are (rows, blocks, 1): runs of neighbouring inputs of one row
+share a factor.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def scale_of(layer: Layer) -> TensorAt | None:
 
 
 def _check_marker(layer: Layer) -> None:
-    """Raises Trouble where the marker names another format than the one that is stored, or says more than is understood."""
+    """Raises Trouble where the marker names another format than the one that is stored, or says more than is
+    understood."""
     form, at = layer.entry.get("format"), layer.weight
     if not layer.entry:
         return
@@ -113,7 +115,10 @@ def _check_marker(layer: Layer) -> None:
 
 
 def sides_of(layer: Layer, scale: TensorAt) -> tuple[int, int] | None:
-    """Rows and columns of the blocks that share a factor; None for one factor or one a row. Raises Trouble where the shape fits nothing."""
+    """Rows and columns of the blocks that share a factor; None for one factor or one a row.
+
+    Raises Trouble where the shape fits nothing.
+    """
     at, kind = layer.weight, FORMATS.get(layer.entry.get("format"), ("", "any"))[1]
     rows, columns = at.shape[0] if at.shape else 1, math.prod(at.shape[1:])
     size = layer.entry.get("group_size", layer.entry.get("block_size"))
@@ -160,9 +165,11 @@ def _fine_grained(layer: Layer, shape: tuple[int, ...]) -> tuple[int, int] | Non
 
 
 def is_by_block(scale: tuple[int, ...], weight: tuple[int, ...]) -> bool:
-    """Whether a factor of that shape is one for each of equal blocks of a matrix, whose sides are powers of two in every scheme.
+    """Whether a factor of that shape is one for each of equal blocks of a matrix, whose sides are powers of two in
+    every scheme.
 
-    A remainder would leave the size of the blocks open, and a factor for each column could be one for each row, transposed.
+    A remainder would leave the size of the blocks open, and a factor for each column could be one for each row,
+    transposed.
     """
     if len(scale) != 2 or len(weight) != 2 or 0 in scale:
         return False
@@ -174,7 +181,8 @@ def is_by_block(scale: tuple[int, ...], weight: tuple[int, ...]) -> bool:
 
 
 def left_beside(layer: Layer) -> None:
-    """Raises Trouble for a weight of plain numbers that has a factor beside it: nothing says whether it was multiplied in. Factors of 1 say nothing."""
+    """Raises Trouble for a weight of plain numbers that has a factor beside it: nothing says whether it was multiplied
+    in. Factors of 1 say nothing."""
     for role in (*SCALES, INVERSE):
         if role in layer.tensors and not small_tensors.is_one(layer.tensors[role]):
             what = layer.weight.dtype.replace("GGUF_", "GGUF ")

@@ -1,4 +1,5 @@
-"""SDNQ: packed `weight`, `scale` and `zero_point` by row or group; the settings stand in config.json's quantization_config.
+"""SDNQ: packed `weight`, `scale` and `zero_point` by row or group; the settings stand in config.json's
+quantization_config.
 
 Source: dequantizer.py, quantizer.py and packed_int of sdnq 0.2.8 (Disty0/sdnq).
 """
@@ -47,7 +48,10 @@ def match(layer: Layer) -> Decision | None:
     if any(config.get(key) for key in (*OFF, "modules_dtype_dict", "modules_quant_config")):
         raise not_read(
             layer,
-            f"{title} with {next(key for key in (*OFF, 'modules_dtype_dict', 'modules_quant_config') if config.get(key))}",
+            (
+                f"{title} with "
+                f"{next(key for key in (*OFF, 'modules_dtype_dict', 'modules_quant_config') if config.get(key))}"
+            ),
         )
     if any(config.get(key) not in (None, "none") for key in OTHERS):
         raise not_read(layer, f"{title} with quantized scales")

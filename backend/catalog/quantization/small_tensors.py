@@ -1,4 +1,5 @@
-"""Values of small tensors, read without torch: whether two factors are the same, whether one is 1, what a marker's bytes say."""
+"""Values of small tensors, read without torch: whether two factors are the same, whether one is 1, what a marker's
+bytes say."""
 
 from __future__ import annotations
 

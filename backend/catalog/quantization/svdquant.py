@@ -1,12 +1,14 @@
-"""SVDQuant as Nunchaku's single files of Qwen-Image hold it: 4-bit codes and a low-rank part, in the order of the tensor cores' lanes.
+"""SVDQuant as Nunchaku's single files of Qwen-Image hold it: 4-bit codes and a low-rank part, in the order of the
+tensor cores' lanes.
 
-W = (codes x wscales) / smooth_factor + proj_up @ proj_down; with 4-bit floats the codes are e2m1 and wcscales (by output) and wtscale multiply too.
-`to_qkv` and `add_qkv_proj` are q, k and v one below the other; rows are packed in tiles of 128, so each lies by itself. Modulation layers are AWQ:
-W = code x wscales + wzeros, with their six outputs interleaved and 1 added to the bias of both scales. The kernel adds 0.171875 to the input of
-the MLPs' second layers on the int4 path, and their stored bias makes up for it.
+W = (codes x wscales) / smooth_factor + proj_up @ proj_down; with 4-bit floats the codes are e2m1 and wcscales (by
+output) and wtscale multiply too. `to_qkv` and `add_qkv_proj` are q, k and v one below the other; rows are packed in
+tiles of 128, so each lies by itself. Modulation layers are AWQ: W = code x wscales + wzeros, with their six outputs
+interleaved and 1 added to the bias of both scales. The kernel adds 0.171875 to the input of the MLPs' second layers on
+the int4 path, and their stored bias makes up for it.
 
-Sources: nunchaku/models/linear.py, models/attention.py and models/transformers/transformer_qwenimage.py of nunchaku-tech/nunchaku;
-deepcompressor/backend/nunchaku and backend/tinychat of mit-han-lab/deepcompressor.
+Sources: nunchaku/models/linear.py, models/attention.py and models/transformers/transformer_qwenimage.py of
+nunchaku-tech/nunchaku; deepcompressor/backend/nunchaku and backend/tinychat of mit-han-lab/deepcompressor.
 """
 
 from __future__ import annotations

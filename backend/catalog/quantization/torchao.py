@@ -1,4 +1,5 @@
-"""Tensors that torchao flattened for safetensors: `<module>._weight_qdata`, `._weight_scale`, ...; what they are stands in the header.
+"""Tensors that torchao flattened for safetensors: `<module>._weight_qdata`, `._weight_scale`, ...; what they are stands
+in the header.
 
 Source: torchao/prototype/safetensors/safetensors_support.py of torchao 0.18, and the `dequantize` of each class.
 """

@@ -1,7 +1,9 @@
-"""The client of the engine worker: starts it on demand, sends it one request after the other, and keeps one snapshot of what it does.
+"""The client of the engine worker: starts it on demand, sends it one request after the other, and keeps one snapshot of
+what it does.
 
-Three threads touch an `Engine`: the caller's, which only changes the queue and returns; the pump, which alone begins requests;
-and one reader for each worker. Whatever they know is in the ledger, one frozen `EngineSnapshot` replaced under one lock.
+Three threads touch an `Engine`: the caller's, which only changes the queue and returns; the pump, which alone begins
+requests; and one reader for each worker. Whatever they know is in the ledger, one frozen `EngineSnapshot` replaced
+under one lock.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Engine:
     ):
         """Brings back waiting requests, held, and ends a worker that an earlier studio left behind.
 
-        `argv` replaces the worker's command; `busy` says in a sentence who has the card, or "" (by default: a live run).
+        `argv` replaces the worker's command; `busy` says in a sentence who has the card, or "" (by default: a live
+        run).
         """
         self._places = places
         self._argv = argv or [*processes.PYTHON, "-m", "backend.engine", *(["--fake"] if fake else [])]
@@ -74,7 +77,8 @@ class Engine:
             self._wake()
 
     def cancel(self, id: str | None = None) -> None:
-        """Takes a waiting request off the queue, or ends the one at work: softly at first, by the worker's end at a second call.
+        """Takes a waiting request off the queue, or ends the one at work: softly at first, by the worker's end at a
+        second call.
 
         Without an id it is the one at work.
         """
@@ -97,7 +101,8 @@ class Engine:
             processes.end_tree(worker.process, grace_seconds=0)
 
     def dismiss(self, id: str | None = None) -> None:
-        """Takes a failed request off the snapshot, once it has been read; without an id all of them, and the worker's trouble."""
+        """Takes a failed request off the snapshot, once it has been read; without an id all of them, and the worker's
+        trouble."""
         self._ledger.dismiss(id)
 
     def try_again(self, id: str) -> str:
@@ -110,7 +115,10 @@ class Engine:
         return again
 
     def ensure(self) -> None:
-        """Starts the worker if there is none. Raises Trouble("card_busy") while a run has the card, Trouble("not_started")."""
+        """Starts the worker if there is none.
+
+        Raises Trouble("card_busy") while a run has the card, Trouble("not_started").
+        """
         taken = self._busy()
         if taken:
             raise Trouble("card_busy", taken, hint="Wait for it, or stop it on the Train tab.")
@@ -125,9 +133,11 @@ class Engine:
                 workers.send(self._worker, {"command": "unload", "id": ""})
 
     def ask(self, command: str, *, timeout_seconds: float = 60.0, **values) -> list[Event]:
-        """Sends another command ("load", "tool", "estimate") to the worker and returns its events, the last one an answer.
+        """Sends another command ("load", "tool", "estimate") to the worker and returns its events, the last one an
+        answer.
 
-        Starts the worker if there is none. Raises the Trouble that it answers with, or Trouble("timeout" | "worker_died").
+        Starts the worker if there is none. Raises the Trouble that it answers with, or Trouble("timeout" |
+        "worker_died").
         """
         self.ensure()
         worker = self._worker
@@ -146,8 +156,10 @@ class Engine:
         return workers.checked(events, command, gone=gone, timeout_seconds=timeout_seconds)
 
     def stop(self) -> bool:
-        """Ends the worker for good; a request at work and those that wait come back, held, with the next `Engine`. Returns whether the
-        worker is gone."""
+        """Ends the worker for good; a request at work and those that wait come back, held, with the next `Engine`.
+
+        Returns whether the worker is gone.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -155,7 +167,10 @@ class Engine:
 
     @contextlib.contextmanager
     def card_given(self) -> Iterator[None]:
-        """Ends the worker and starts none inside the `with`: for whoever takes the card. A request at work waits again."""
+        """Ends the worker and starts none inside the `with`: for whoever takes the card.
+
+        A request at work waits again.
+        """
         with self._changed:
             self._pauses += 1
         try:

@@ -1,4 +1,7 @@
-"""Requests that failed, as files: `user/failed/<id>.json`. They stay, with what went wrong, until a person has read that."""
+"""Requests that failed, as files: `user/failed/<id>.json`.
+
+They stay, with what went wrong, until a person has read that.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ KEPT = 20
 
 
 def save(answer: Answer, folder: Path) -> None:
-    """Writes the file of an answer that is a trouble. A full disk loses the file; the page tells the trouble all the same."""
+    """Writes the file of an answer that is a trouble.
+
+    A full disk loses the file; the page tells the trouble all the same.
+    """
     values = {
         "ended_at": answer.ended_at,
         "request": request_to_values(answer.request),

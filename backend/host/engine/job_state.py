@@ -1,4 +1,5 @@
-"""Which requests wait, which one is at work and how others ended: one frozen snapshot under one lock, and the files that keep it."""
+"""Which requests wait, which one is at work and how others ended: one frozen snapshot under one lock, and the files
+that keep it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ KEPT_ANSWERS = 50
 
 
 class Ledger:
-    """Whoever waits for a change waits on `changed`; whoever changes something holds it (a lock that one thread may take twice)."""
+    """Whoever waits for a change waits on `changed`; whoever changes something holds it (a lock that one thread may
+    take twice)."""
 
     def __init__(self, places: Places):
         """Brings back what waited, held, and what failed and was not read yet."""
@@ -77,7 +79,10 @@ class Ledger:
             self.set(job=job, state=job.phase)
 
     def answer(self, job: Job, *, state: str, result: Result | None = None, trouble: Trouble | None = None) -> None:
-        """Ends a job: with a result, with a trouble, or cancelled. A trouble stays among `failed` until it is dismissed."""
+        """Ends a job: with a result, with a trouble, or cancelled.
+
+        A trouble stays among `failed` until it is dismissed.
+        """
         pending_requests.remove(job.id, self._queue)
         answer = Answer(job.id, job.request, result, trouble, ended_at=time.time())
         if trouble is not None:
@@ -94,7 +99,8 @@ class Ledger:
         return next((answer for answer in self.snapshot.failed if answer.id == id), None)
 
     def dismiss(self, id: str | None = None) -> None:
-        """Takes a failed request off, once it has been read; without an id all of them, and what went wrong with the worker."""
+        """Takes a failed request off, once it has been read; without an id all of them, and what went wrong with the
+        worker."""
         with self.changed:
             gone = [answer for answer in self.snapshot.failed if id in (None, answer.id)]
             for answer in gone:

@@ -1,4 +1,7 @@
-"""Requests that wait, as files: `user/queue/<id>.json`. After a restart they come back, held until a person releases them."""
+"""Requests that wait, as files: `user/queue/<id>.json`.
+
+After a restart they come back, held until a person releases them.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,10 @@ def remove(id: str, folder: Path) -> None:
 
 
 def load(folder: Path) -> list[Waiting]:
-    """All requests in `folder`, the oldest first, each held. Files that hold none are renamed to `.bad` and left out."""
+    """All requests in `folder`, the oldest first, each held.
+
+    Files that hold none are renamed to `.bad` and left out.
+    """
     found = []
     for path in sorted(folder.glob("*.json")) if is_folder(folder) else ():
         try:

@@ -69,7 +69,8 @@ STALLED_SECONDS = 20.0  # without a word from a worker that says every few secon
 
 
 def silent_seconds(snapshot: EngineSnapshot, now: float) -> float:
-    """For how long the worker that has a request has said nothing, by the monotonic time `now`; 0.0 while it is not stalled."""
+    """For how long the worker that has a request has said nothing, by the monotonic time `now`; 0.0 while it is not
+    stalled."""
     if snapshot.job is None or not snapshot.pid or not snapshot.heard_at:
         return 0.0
     silent = now - snapshot.heard_at

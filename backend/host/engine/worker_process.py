@@ -24,7 +24,10 @@ MEMORY_HINT = "Most often the system's memory ran out: a smaller picture, or clo
 
 @dataclass(eq=False)
 class Worker:
-    """A worker that was started. `decided` is set once it is ready or gone; `wanted_end` says why we ended it, if we did."""
+    """A worker that was started.
+
+    `decided` is set once it is ready or gone; `wanted_end` says why we ended it, if we did.
+    """
 
     process: processes.Process
     child: subprocess.Popen
@@ -86,7 +89,10 @@ def answered(events: Sequence[Event]) -> bool:
 
 
 def checked(events: list[Event], command: str, *, gone: bool, timeout_seconds: float) -> list[Event]:
-    """`events` of `command`, if they end with an answer. Raises the Trouble they end with, or Trouble("worker_died" | "timeout")."""
+    """`events` of `command`, if they end with an answer.
+
+    Raises the Trouble they end with, or Trouble("worker_died" | "timeout").
+    """
     if answered(events):
         if events[-1].event == "trouble":
             raise trouble_from_values(events[-1].values)
@@ -97,7 +103,10 @@ def checked(events: list[Event], command: str, *, gone: bool, timeout_seconds: f
 
 
 def end(worker: Worker, places: Places, *, patience_seconds: float) -> bool:
-    """The end of stdin asks the worker to end; after the patience its tree is ended. Returns whether all of it is gone."""
+    """The end of stdin asks the worker to end; after the patience its tree is ended.
+
+    Returns whether all of it is gone.
+    """
     with contextlib.suppress(OSError, ValueError):
         worker.child.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):

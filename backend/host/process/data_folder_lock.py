@@ -1,7 +1,8 @@
 """One studio for a data folder: two would end each other's worker and answer each other's queue.
 
-The claim is a lock of the system's on a file in the data folder itself, so that it ends with its holder however that ends, two that
-start at once cannot both have it, and it is not lost with `user/`, where `studio.json` only says who the holder is.
+The claim is a lock of the system's on a file in the data folder itself, so that it ends with its holder however that
+ends, two that start at once cannot both have it, and it is not lost with `user/`, where `studio.json` only says who the
+holder is.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _held: dict[str, FileLock] = {}  # by data folder: a lock is the process's, and 
 
 
 def holder(places: Places) -> tuple[processes.Process, int] | None:
-    """The studio that has the data folder, if it lives and is not this process, and its port; `NOBODY` and 0 where it has not said who it is."""
+    """The studio that has the data folder, if it lives and is not this process, and its port; `NOBODY` and 0 where it
+    has not said who it is."""
     if _key(places) in _held:
         return None
     lock = _taken(places)
@@ -39,7 +41,10 @@ def holder(places: Places) -> tuple[processes.Process, int] | None:
 
 
 def claim(places: Places, *, port: int) -> None:
-    """Takes the data folder for this process. Raises Trouble("in_use") while another studio has it, Trouble("not_writable")."""
+    """Takes the data folder for this process.
+
+    Raises Trouble("in_use") while another studio has it, Trouble("not_writable").
+    """
     if _key(places) not in _held:
         lock = _taken(places)
         if lock is None:

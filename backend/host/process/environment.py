@@ -1,4 +1,7 @@
-"""The Python environment that Loft runs in: found, made and filled. Standard library only, nothing of it is imported to be checked."""
+"""The Python environment that Loft runs in: found, made and filled.
+
+Standard library only, nothing of it is imported to be checked.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ NETWORK_WORDS = ("NewConnectionError", "NameResolutionError", "ConnectTimeout", 
 def ready_python(requirements: Path, *, project: Path = PROJECT) -> str:
     """The Python that has what `requirements` pins: this one, the active virtual environment, or `.venv` in `project`.
 
-    What is missing is made and installed. A stamp of the requirements' hash makes the next start quick; it is not believed alone.
+    What is missing is made and installed. A stamp of the requirements' hash makes the next start quick; it is not
+    believed alone.
     """
     if not missing(requirements):
         return sys.executable
@@ -144,6 +148,7 @@ def say_if_card_is_left_out(python: str, path: list[str]) -> None:
     torch = next(iter(importlib.metadata.distributions(name="torch", path=path)), None)
     if os.name == "nt" and shutil.which("nvidia-smi") and torch and "+cu" not in torch.version:
         print(
-            f"This machine has an NVIDIA card, but torch {torch.version} computes on the CPU. To use the card, install torch "
+            f"This machine has an NVIDIA card, but torch {torch.version} computes on the CPU. To use the card, "
+            "install torch "
             f"{torch.version.split('+')[0]} for CUDA into {python} as pytorch.org tells for Windows, and start again."
         )

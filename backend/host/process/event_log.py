@@ -44,7 +44,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Phase:
-    """What the run does now ("loading", "caching", "training", "sampling", "saving") and how far it is; total 0 is unknown."""
+    """What the run does now ("loading", "caching", "training", "sampling", "saving") and how far it is; total 0 is
+    unknown."""
 
     name: str
     done: int = 0
@@ -53,8 +54,8 @@ class Phase:
 
 @dataclass(frozen=True)
 class LossSeries:
-    """Steps, each with the mean loss of the steps since the one before, and with the run's loss as it was then (`averaged`). The
-    three tuples are equally long. `validation`: (step, loss on pictures that are not trained on)."""
+    """Steps, each with the mean loss of the steps since the one before, and with the run's loss as it was then
+    (`averaged`). The three tuples are equally long. `validation`: (step, loss on pictures that are not trained on)."""
 
     steps: tuple[int, ...] = ()
     losses: tuple[float, ...] = ()
@@ -98,8 +99,9 @@ class Journal:
     def update(self) -> None:
         """Reads on to the end of `events.jsonl`; a torn last line waits for its rest. A file that shrank is read anew.
 
-        Memory and time are bounded whatever the file is: it is read in blocks, no line may be longer than `MOST_LINE_BYTES`, and of
-        more than `WHOLE_BYTES` at once only the beginning and the end are read in full, of the rest the events that are rare.
+        Memory and time are bounded whatever the file is: it is read in blocks, no line may be longer than
+        `MOST_LINE_BYTES`, and of more than `WHOLE_BYTES` at once only the beginning and the end are read in full, of
+        the rest the events that are rare.
         """
         path = self.folder / "events.jsonl"
         if not is_file(path):
@@ -168,7 +170,8 @@ class Journal:
 
     @property
     def loss(self) -> float | None:
-        """Mean of the last `loss_steps` steps: the one number that a run's loss is called, in its head and below its curve."""
+        """Mean of the last `loss_steps` steps: the one number that a run's loss is called, in its head and below its
+        curve."""
         recent = self.losses[-averaged(len(self.losses)) :]
         return sum(recent) / len(recent) if recent else None
 
@@ -193,7 +196,8 @@ class Journal:
 
 
 def averaged(num_steps: int) -> int:
-    """Over how many of the last steps a loss is averaged: single steps tell little, for each is at another noise level."""
+    """Over how many of the last steps a loss is averaged: single steps tell little, for each is at another noise
+    level."""
     return max(RECENT_STEPS, num_steps // 12)
 
 
@@ -293,7 +297,8 @@ def _take_finished(journal: Journal, values: dict) -> None:
 
 
 def _keep(kept: list, one: object, *, most: int = KEPT_FILES) -> None:
-    """Adds to a list of the newest; now and then what is too much goes, so that a long list costs no more than a short one."""
+    """Adds to a list of the newest; now and then what is too much goes, so that a long list costs no more than a short
+    one."""
     kept.append(one)
     if len(kept) >= 2 * most:
         del kept[:-most]
@@ -316,9 +321,11 @@ _TAKE = {
 
 
 def _path(journal: Journal, values: dict) -> Path | None:
-    """The path in an event, sought in the run's folder where that lies now, even if it lay elsewhere when it was written.
+    """The path in an event, sought in the run's folder where that lies now, even if it lay elsewhere when it was
+    written.
 
-    None for one that leads out of the folder: nothing is looked for where only a stranger's file says that there is something.
+    None for one that leads out of the folder: nothing is looked for where only a stranger's file says that there is
+    something.
     """
     said = values.get("path")
     if not isinstance(said, str) or not said or "\0" in said or len(said) > MOST_PATH:

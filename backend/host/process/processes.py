@@ -1,8 +1,8 @@
 """Starts, recognises and ends child processes, on Linux, macOS and Windows alike.
 
-A process is known by its pid *and* its start time, so that a recycled pid is never taken for it. Output goes to log files: a
-pipe that nobody reads any more blocks its writer. Children live in sessions of their own, so a signal to the studio's
-terminal does not reach them; whoever starts them ends them with `end_tree`.
+A process is known by its pid *and* its start time, so that a recycled pid is never taken for it. Output goes to log
+files: a pipe that nobody reads any more blocks its writer. Children live in sessions of their own, so a signal to the
+studio's terminal does not reach them; whoever starts them ends them with `end_tree`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ SECRET_FLAGS = ("--auth",)  # of Loft's own commands; what follows them is never
 
 
 def child_environment(data: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment for a child that works on the data folder `data`, where nothing is taken for a module."""
+    """This process's environment for a child that works on the data folder `data`, where nothing is taken for a
+    module."""
     env = {name: value for name, value in os.environ.items() if name not in (MARK, SUPERVISED)}
     env = isolated(env, data=data)
     env.update(
@@ -71,7 +72,8 @@ def start(
 ) -> Process:
     """Starts `argv` in a session of its own with nothing on stdin and both outputs appended to the file `log`.
 
-    `mark` is put into the environment, by which `end_tree` finds descendants whose parents are gone. Raises Trouble("not_started").
+    `mark` is put into the environment, by which `end_tree` finds descendants whose parents are gone. Raises
+    Trouble("not_started").
     """
     with log.open("ab") as out:
         child = _popen(argv, cwd=cwd, env=env, mark=mark, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
@@ -87,7 +89,10 @@ def start_piped(
     env: Mapping[str, str] | None = None,
     mark: str = "",
 ) -> tuple[Process, subprocess.Popen]:
-    """As `start`, but with binary pipes on stdin and stdout. The caller reads stdout to its end and waits for the child."""
+    """As `start`, but with binary pipes on stdin and stdout.
+
+    The caller reads stdout to its end and waits for the child.
+    """
     with log.open("ab") as out:
         child = _popen(argv, cwd=cwd, env=env, mark=mark, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out)
     return identify(child.pid, argv), child
@@ -110,7 +115,8 @@ def _popen(argv, *, cwd, env, mark, **streams) -> subprocess.Popen:
 
 
 def _await_command_line(child: subprocess.Popen) -> None:
-    """Until the system tells what the child is: for a moment after its start it has neither command line nor environment."""
+    """Until the system tells what the child is: for a moment after its start it has neither command line nor
+    environment."""
     end = time.monotonic() + 1.0
     while child.poll() is None and time.monotonic() < end:
         try:
@@ -215,8 +221,9 @@ def _in_session(pid: int, process: Process) -> bool:
 def end_tree(process: Process, *, grace_seconds: float = 5.0, mark: str = "") -> bool:
     """Ends `process` and everything under it; returns whether all of it is gone.
 
-    The tree is listed before the first signal, since elastic workers live in sessions of their own and lose their parent with
-    the launcher. All are asked to terminate, those left after `grace_seconds` are killed. With 0 they are killed at once.
+    The tree is listed before the first signal, since elastic workers live in sessions of their own and lose their
+    parent with the launcher. All are asked to terminate, those left after `grace_seconds` are killed. With 0 they are
+    killed at once.
     """
     tree = members(process, mark=mark)
     if grace_seconds > 0:
@@ -257,7 +264,8 @@ def to_text(process: Process, **more) -> str:
 def from_file(path: Path) -> tuple[Process, dict] | None:
     """The process and the further values in a `process.json`; None if there is none that can be read.
 
-    The file decides nothing by itself: it may have come with a folder from elsewhere. `child` says whether the process is ours.
+    The file decides nothing by itself: it may have come with a folder from elsewhere. `child` says whether the process
+    is ours.
     """
     try:
         values = read_object(path, most=MOST_RECORD_BYTES)
@@ -271,8 +279,8 @@ def from_file(path: Path) -> tuple[Process, dict] | None:
 
 
 def child(process: Process, *, mark: str) -> Process:
-    """`process`, if that very process lives, carries `mark`, which only those who start it can give it, and runs a command of Loft's;
-    else `NOBODY`, whose end ends what carries the mark alone."""
+    """`process`, if that very process lives, carries `mark`, which only those who start it can give it, and runs a
+    command of Loft's; else `NOBODY`, whose end ends what carries the mark alone."""
     found = _find(process)
     if found is None or mark_of(found) != mark:
         return NOBODY
@@ -289,7 +297,8 @@ def mark_of(found: psutil.Process) -> str | None:
 
 
 def names_folder(process: Process, folder: Path, modules: tuple[str, ...]) -> bool:
-    """Whether that very process lives and its own command line runs one of `modules` on `folder`: one that a person started by hand."""
+    """Whether that very process lives and its own command line runs one of `modules` on `folder`: one that a person
+    started by hand."""
     found = _find(process)
     if found is None or mark_of(found):
         return False

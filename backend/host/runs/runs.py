@@ -1,4 +1,6 @@
-"""Training runs as folders: made, started, read, asked to stop, ended, resumed. Status is derived at every reading, never stored.
+"""Training runs as folders: made, started, read, asked to stop, ended, resumed.
+
+Status is derived at every reading, never stored.
 
 A run goes on when the studio or the browser is gone; whoever opens the folder next sees it as it is.
 """
@@ -68,13 +70,25 @@ __all__ = [
 ]
 _starting = threading.Lock()
 LAUNCHER = (  # everything that it would otherwise ask a configuration of the user's for; port 0: any that is free
-    "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
-    "--main_process_port", "0",
-)  # fmt: skip
+    "-m",
+    "accelerate.commands.launch",
+    "--multi_gpu",
+    "--num_machines",
+    "1",
+    "--mixed_precision",
+    "no",
+    "--dynamo_backend",
+    "no",
+    "--main_process_port",
+    "0",
+)
 
 
 def create(config: TrainingConfig, places: Places) -> Path:
-    """A new folder `runs/<date>_<time>_<name>/` with the run's `config.json`; nothing is started. Raises Trouble("not_written")."""
+    """A new folder `runs/<date>_<time>_<name>/` with the run's `config.json`; nothing is started.
+
+    Raises Trouble("not_written").
+    """
     making = places.runs / f".new-{secrets.token_hex(4)}"
     try:
         making.mkdir(parents=True)
@@ -138,8 +152,8 @@ def command_text(argv: Sequence[str], *, windows: bool | None = None) -> str:
 def start(folder: Path, *, places: Places, engine=None, argv: Sequence[str] | None = None) -> processes.Process:
     """Starts the run in `folder`, or goes on with it from its newest checkpoint; returns at once.
 
-    The card has one owner: with `engine` (a `host.engine.Engine`) the worker is ended first. `argv` replaces `command(folder)`,
-    for a launcher of several processes. Raises Trouble("already_running").
+    The card has one owner: with `engine` (a `host.engine.Engine`) the worker is ended first. `argv` replaces
+    `command(folder)`, for a launcher of several processes. Raises Trouble("already_running").
     """
     with _starting:
         run = read(folder)
@@ -184,8 +198,8 @@ def stop(folder: Path) -> None:
 def kill(folder: Path, *, grace_seconds: float = 3.0) -> bool:
     """Ends the run's processes now, all of them; what was not saved is lost. Returns whether all are gone.
 
-    Ended is what was started as this run and no other process, whatever the folder's record says. One that a person started by
-    hand is asked to save and end, and Trouble("not_ours") says so.
+    Ended is what was started as this run and no other process, whatever the folder's record says. One that a person
+    started by hand is asked to save and end, and Trouble("not_ours") says so.
     """
     with contextlib.suppress(OSError):  # the folder may be gone, or the disk full
         stop(folder)  # so that the reading says "stopped", as was asked, and not "died"
@@ -194,7 +208,10 @@ def kill(folder: Path, *, grace_seconds: float = 3.0) -> bool:
     if lives and ours is processes.NOBODY:
         raise Trouble(
             "not_ours",
-            f"The run {printable(folder.name)} was started by hand (process {process.pid}), so this page only asks it to save and end.",
+            (
+                f"The run {printable(folder.name)} was started by hand (process {process.pid}), so this page only asks "
+                "it to save and end."
+            ),
             hint="To end it at once, press Ctrl-C where it was started.",
         )
     return processes.end_tree(ours, grace_seconds=grace_seconds, mark=mark(folder))
@@ -205,9 +222,9 @@ def stop_all(
 ) -> tuple[list[Path], list[Path]]:
     """Ends every run that was started from a page on this data folder: asked to save first, killed after the grace.
 
-    They are found by what their processes carry as well as by their folders, so nothing that lies in a folder hides one. `hurry`,
-    once set, ends the wait. Returns the folders of all, and of those that could not be ended. Runs that were started from a command
-    line are left alone.
+    They are found by what their processes carry as well as by their folders, so nothing that lies in a folder hides
+    one. `hurry`, once set, ends the wait. Returns the folders of all, and of those that could not be ended. Runs that
+    were started from a command line are left alone.
     """
     mine = ours_at_work(places)
     for folder in mine:

@@ -95,7 +95,8 @@ def live_runs(places: Places) -> list[Run]:
 def process_of(folder: Path) -> tuple[processes.Process | None, bool, dict]:
     """The process that the folder's record names, whether it lives and is this run's, and what else the record says.
 
-    It is if it carries the run's mark, which whoever starts it from a page gives it, or if its own command line trains in this folder.
+    It is if it carries the run's mark, which whoever starts it from a page gives it, or if its own command line trains
+    in this folder.
     """
     known = processes.from_file(folder / "process.json")
     if known is None:
@@ -118,7 +119,10 @@ def at_work(places: Places) -> str:
 
 
 def read(folder: Path) -> Run:
-    """The run as its folder and the system's process table tell it now. Never fails: of a folder that cannot be read it says why."""
+    """The run as its folder and the system's process table tell it now.
+
+    Never fails: of a folder that cannot be read it says why.
+    """
     try:
         return _read(folder)
     except Exception as error:  # one folder, whatever somebody has put into it, is no reason to hide the others
@@ -138,7 +142,10 @@ def _read(folder: Path) -> Run:
 
 
 def _fault_of_settings(folder: Path, journal: Journal) -> Trouble | None:
-    """Why a run that was never started cannot be, if its settings cannot be read. Looked at once for each time of the file."""
+    """Why a run that was never started cannot be, if its settings cannot be read.
+
+    Looked at once for each time of the file.
+    """
     file = folder / "config.json"
     stamp = (file_size(file), _changed(folder))
     if journal.settings[0] != stamp:
@@ -249,7 +256,10 @@ def _death(folder: Path, journal: Journal) -> Trouble:
     return Trouble(
         "died",
         f"The run's process ended {at} without a word.",
-        hint="It was killed, or the machine ran out of memory or was restarted. Resume goes on from the newest checkpoint.",
+        hint=(
+            "It was killed, or the machine ran out of memory or was restarted. Resume goes on from the newest "
+            "checkpoint."
+        ),
         detail=log_tail(folder / "log.txt", lines=30),
     )
 

@@ -1,4 +1,5 @@
-"""Run by Python itself when a child process of Loft starts: Loft's own packages are found by their names (see `host/isolation.py`)."""
+"""Run by Python itself when a child process of Loft starts: Loft's own packages are found by their names (see
+`host/isolation.py`)."""
 
 import importlib.machinery
 import importlib.util
