@@ -10,6 +10,7 @@ import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeVar
 
 from backend.schema.json_values import is_printable, parse_json, printable
 from backend.schema.messages import Trouble
@@ -18,6 +19,7 @@ MOST_BYTES = 16 * 2**20
 MOST_SHOWN = 80  # characters of a stranger's name in a sentence
 
 FileName = str | os.PathLike
+Kind = TypeVar("Kind")
 
 
 # Paths
@@ -144,6 +146,17 @@ def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
 
 def _too_long(path: Path, most: int) -> Trouble:
     return Trouble("unreadable", f"{name_of(path)} has more than {most / 2**20:g} MiB, too many for what it is.")
+
+
+def parsed(text: str | bytes, kind: type[Kind], *, where: FileName) -> Kind:
+    """The JSON value in `text`, which lies at `where` and is a `kind`. Raises Trouble("unreadable")."""
+    try:
+        value = parse_json(text)
+    except ValueError as error:
+        raise Trouble("unreadable", f"{name_of(where)} cannot be read: {printable(error)[:200]}.") from None
+    if not isinstance(value, kind):
+        raise Trouble("unreadable", f"{name_of(where)} is {type(value).__name__}, not {kind.__name__}.")
+    return value
 
 
 def read_json(path: Path, *, most: int = MOST_BYTES) -> object:

@@ -205,7 +205,7 @@ def main() -> int:
         monkey.wrong += [site.faults()] if site.faults() else []
     print(f"seed {said.seed}: {monkey.actions} actions, {len(monkey.wrong)} wrong")
     for line in (*monkey.wrong, *(["before it:", *monkey.done] if monkey.wrong else [])):
-        print(line)
+        print(line if len(line) < 8000 else f"{line[:4000]} … {line[-4000:]}")
     return 1 if monkey.wrong else 0
 
 

@@ -79,7 +79,7 @@ def _compiled(entry: str, source: str) -> re.Pattern:
 
 def _may_be_slow(entry: str) -> bool:
     """Whether an expression has repeats within repeats, a reference to a group, or many repeats of open length."""
-    parser = re._parser if hasattr(re, "_parser") else __import__("sre_parse")
+    parser = re._parser
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tree = parser.parse(entry)

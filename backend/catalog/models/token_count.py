@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
+from typing import TypeVar
 
 from backend.schema.untrusted import is_file, read_object_or_empty
 
@@ -17,6 +18,7 @@ _PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LOCK = Lock()
+Found = TypeVar("Found")
 
 
 def counts(folder: Path, texts: Sequence[str]) -> list[int] | None:
@@ -29,6 +31,11 @@ def counts(folder: Path, texts: Sequence[str]) -> list[int] | None:
     if found is None:
         return None
     tokenizer, known = found
+
+    def tokens(clean: list[str]) -> list[int]:
+        # one text after the other where there are few: the library's pool of threads gains nothing there
+        return [len(one.ids) for one in tokenizer.encode_batch_fast(clean)]
+
     missing = list({text for text in texts if text not in known})
     if missing:
         clean = [
@@ -39,8 +46,10 @@ def counts(folder: Path, texts: Sequence[str]) -> list[int] | None:
                 known.clear()
                 missing = list(set(texts))
                 clean = [text.encode("utf-8", "replace").decode() for text in missing]
-            # one text after the other where there are few: the library's pool of threads gains nothing there
-            known |= zip(missing, (len(one.ids) for one in tokenizer.encode_batch_fast(clean)), strict=True)
+            each = _tried(lambda: tokens(clean))
+            if each is None:
+                return None
+            known |= zip(missing, each, strict=True)
     return [known[text] for text in texts]
 
 
@@ -59,27 +68,44 @@ def _stamp(folder: Path) -> tuple[tuple[int, int], ...]:
 def _tokenizer(folder: str, stamp: tuple) -> tuple | None:
     """(tokenizer, text -> how many tokens it has), or None."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        import tokenizers
-
-        home = Path(folder)
-        if any(size > MOST_BYTES for _, size in stamp):
-            return None
-        if is_file(home / "tokenizer.json"):
-            found = tokenizers.Tokenizer.from_file(str(home / "tokenizer.json"))
-            found.no_truncation()
-            found.no_padding()
-        elif is_file(home / "vocab.json") and is_file(home / "merges.txt"):
-            found = _from_vocabulary(tokenizers, home)
-        else:
-            return None
-    except Exception:  # the library raises Exception itself for a file that is none of a tokenizer's
+    home = Path(folder)
+    if any(size > MOST_BYTES for _, size in stamp):
         return None
-    return found, {}
+    if is_file(home / "tokenizer.json"):
+        found = _tried(lambda: _from_file(home))
+    elif is_file(home / "vocab.json") and is_file(home / "merges.txt"):
+        found = _tried(lambda: _from_vocabulary(home))
+    else:
+        return None
+    return None if found is None else (found, {})
 
 
-def _from_vocabulary(tokenizers, home: Path):
+def _tried(act: Callable[[], Found]) -> Found | None:
+    """What `act` gives, or None where the library fails: with `Exception` itself for a file that is none of a tokenizer's or a text that this
+    one does not take, and with what is no `Exception` where its own code, which is not Python, gives up on a file that it has taken."""
+    try:
+        return act()
+    except Exception:
+        return None
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # pyo3's, in a module that cannot be imported
+            raise
+        return None
+
+
+def _from_file(home: Path):
+    import tokenizers
+
+    found = tokenizers.Tokenizer.from_file(str(home / "tokenizer.json"))
+    found.no_truncation()
+    found.no_padding()
+    return found
+
+
+def _from_vocabulary(home: Path):
     """Qwen2's tokenizer from its older files."""
+    import tokenizers
+
     model = tokenizers.models.BPE.from_file(str(home / "vocab.json"), str(home / "merges.txt"))
     found = tokenizers.Tokenizer(model)
     found.normalizer = tokenizers.normalizers.NFC()

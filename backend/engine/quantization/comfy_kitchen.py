@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from backend.engine.quantization.backend_type import Backend, State
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import name_of, parsed
 
 INT8 = {"per_channel": True, "convrot": True, "convrot_groupsize": 256}
 LAYOUTS = {"TensorWiseINT8Layout": "int8_tensorwise", "TensorCoreFP8Layout": "float8_e4m3fn"}
@@ -114,8 +115,12 @@ def _unflatten(flat: State, metadata: Mapping[str, str]) -> State:
     state = dict(flat)
     for key in [key for key in flat if key.endswith(".comfy_quant")]:
         module = key.removesuffix(".comfy_quant")
-        said = json.loads(bytes(state.pop(key).tolist()))
-        layout = next(name for name, form in LAYOUTS.items() if form == said["format"])
+        said = parsed(bytes(state.pop(key).flatten().to(torch.uint8).tolist()), dict, where=key)
+        layout = next((name for name, form in LAYOUTS.items() if form == said.get("format")), None)
+        if layout is None or f"{module}.weight_scale" not in state or f"{module}.weight" not in flat:
+            raise Trouble(
+                "damaged", f"{name_of(key)} says that the layer is {said.get('format')!r}, which cannot be read."
+            )
         scale, codes = state.pop(f"{module}.weight_scale"), flat[f"{module}.weight"]
         options = {}
         if layout == "TensorWiseINT8Layout":

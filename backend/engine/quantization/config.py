@@ -14,10 +14,13 @@ from backend.engine.devices import out_of_memory
 from backend.engine.quantization.backend_type import Backend, State
 from backend.engine.quantization.layers import dequantized, is_quantized
 from backend.engine.quantization.methods import BACKENDS
+from backend.schema.json_values import texts
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import parsed
 from backend.system.text_files import ends_with
 
 MODES = ("dynamic", "dequant_once")
+MOST_NAMES = 1_000_000  # of tensors in one file
 Device = str | torch.device | None
 
 
@@ -98,7 +101,7 @@ class _Quantizes:
                 flat |= state
                 continue
             tensors, said = config.backend.flatten(state)
-            names = [*json.loads(metadata.get("tensor_names", "[]")), *json.loads(said.get("tensor_names", "[]"))]
+            names = [*_named(metadata), *_named(said)]
             flat, metadata = flat | tensors, metadata | said | ({"tensor_names": json.dumps(names)} if names else {})
         return {name: tensor.detach().contiguous() for name, tensor in flat.items()}, metadata
 
@@ -291,8 +294,12 @@ def _modules(tensors: Mapping[str, torch.Tensor]) -> set[str]:
     return found | {key.rpartition("._weight_qdata")[0] for key in tensors if key.endswith("._weight_qdata")}
 
 
+def _named(metadata: Mapping[str, str]) -> list[str]:
+    return texts(parsed(metadata.get("tensor_names", "[]"), list, where="tensor_names"), most=MOST_NAMES)
+
+
 def _about(flat: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
     """Of torchao's header, what is said of tensors of `flat`."""
     modules = {owner for key in flat for owner in _owners(key)}
-    names = [name for name in json.loads(metadata.get("tensor_names", "[]")) if name.rpartition(".")[0] in modules]
+    names = [name for name in _named(metadata) if name.rpartition(".")[0] in modules and name in metadata]
     return {name: metadata[name] for name in names} | {"tensor_names": json.dumps(names)}

@@ -14,6 +14,7 @@ from torch.nn import Linear, Module, Parameter
 
 from backend.engine.quantization.backend_type import Backend, State
 from backend.schema.messages import Trouble
+from backend.schema.untrusted import parsed
 
 
 def is_of_torchao(tensor: object) -> bool:
@@ -79,8 +80,8 @@ def _flatten(state: State) -> tuple[State, dict[str, str]]:
 def _unflatten(flat: State, metadata: Mapping[str, str]) -> State:
     from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 
-    named = json.loads(metadata.get("tensor_names", "[]"))
-    quantized = [name for name in named if "_data" in json.loads(metadata[name])]
+    named = parsed(metadata.get("tensor_names", "[]"), list, where="tensor_names")
+    quantized = [name for name in named if "_data" in parsed(metadata.get(name, "{}"), dict, where=name)]
     made, left = unflatten_tensor_state_dict(dict(flat), {**metadata, "tensor_names": json.dumps(quantized)})
     return {**left, **made}
 

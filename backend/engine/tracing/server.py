@@ -15,7 +15,7 @@ from pathlib import Path
 
 from backend.engine.tracing import cpu_training_fit, trace, training_fit
 from backend.schema.json_values import dicts
-from backend.schema.untrusted import read_object_or_empty
+from backend.schema.untrusted import read_object, read_object_or_empty
 
 CPU_NUMEL = 10**9  # parameters of a network that somebody may train on a CPU
 USUAL = 3  # forms of the usual LoRA: everything kept, checkpointed, and its samples
@@ -35,7 +35,7 @@ def serve(folder: Path, *, idle_seconds: float = 600.0) -> None:
         questions = sorted(folder.glob("*.ask"), key=_age)
         for question in questions[:1]:  # a newer one may have come before the second
             try:
-                asked = json.loads(question.read_text(encoding="utf-8"))
+                asked = read_object(question)
                 table = answer(question.with_suffix(".json"), asked, facts)
                 later.setdefault(question.stem, _rest(table, asked["network"], asked["config"], facts))
             except Exception as error:  # the helper outlives a model that it cannot trace

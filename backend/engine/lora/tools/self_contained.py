@@ -15,6 +15,7 @@ import torch
 
 from backend.catalog.lora.alpha import AlphaRules, alpha_rules
 from backend.catalog.lora.keys import group, innermost, is_adapter, plain
+from backend.catalog.lora.metadata import table
 from backend.catalog.lora.peft_config import (
     CONFIG,
     METADATA,
@@ -120,7 +121,7 @@ def _with_turnings(source: Source, grouped: Mapping, metadata: Mapping[str, str]
             called = "transformer" if component == "dit" else component
             fields |= {f"{called}.{key}": value for key, value in then.fields().items()}
     if fields:
-        said = json.loads(kept[METADATA]) if METADATA in kept else {}
+        said = table(kept, METADATA)
         kept[METADATA] = json.dumps({**said, **fields})
     return kept
 
