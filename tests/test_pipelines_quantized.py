@@ -271,3 +271,15 @@ def test_a_method_that_a_file_is_not_of_is_said(tiny_qwen, tmp_path):
     shutil.copy(tiny_qwen / "transformer" / "config.json", tmp_path)
     with pytest.raises(Trouble, match="which bitsandbytes_nf4 cannot take"):
         pipeline(tiny_qwen, dit=file, quantize=config("bitsandbytes_nf4", load_prequantized=True))
+
+
+def test_what_is_planned_is_what_a_loaded_part_holds(tiny_qwen):
+    from backend.catalog.models.identify import identify_model
+    from backend.families import FAMILIES
+    from backend.planner.costs.model_sizes import sizes_of
+
+    sizes = sizes_of(identify_model(tiny_qwen, FAMILIES)).parts["dit"]
+    for said in (config("int8"), config("int8", target_modules=["to_q", "img_mlp.net.2"])):
+        module = pipeline(tiny_qwen, quantize=said).dit
+        held = sum(tensor.nbytes for tensor in module.state_dict().values())
+        assert sizes.bytes(said.storage, "bfloat16") == held

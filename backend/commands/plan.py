@@ -12,11 +12,14 @@ import math
 import re
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from backend import families
 from backend.catalog.hub import download, remote_headers
+from backend.catalog.hub.part_entries import parts_meant, rounding_of
 from backend.catalog.models.identify import identify_model
+from backend.catalog.quantization.methods import Rule, check_method, write_storage
 from backend.catalog.spec import ModelSpec
 from backend.commands import plan_report as report
 from backend.dataset.look_ahead import look_ahead
@@ -50,7 +53,7 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: list[str] | None = None) -> None:
     """MODEL [--card 12GiB | --card rtx3060 | --cards 8GiB,12GiB] [--ram GIB] [--size WxH[xFRAMES]] [--exact] [--free
-    GIB] [--train FLAGS]."""
+    GIB] [--quantize HOW] [--train FLAGS]."""
     said = parser().parse_args(argv)
     try:
         show(said)
@@ -72,6 +75,11 @@ def parser() -> argparse.ArgumentParser:
         "--exact", action="store_true", help="nothing that changes results: no FP8, no tiles, no 8-bit optimizer"
     )
     found.add_argument("--free", metavar="GIB", help="what if so much more memory were free, such as 1.2")
+    found.add_argument(
+        "--quantize",
+        metavar="HOW",
+        help="parts drawn with quantized, PART:METHOD[/LAYERS], such as dit:int8/img_in,proj_out",
+    )
     found.add_argument("--train", nargs=argparse.REMAINDER, help="plan a training run; what follows are its flags")
     return found
 
@@ -210,7 +218,10 @@ def _job(said: argparse.Namespace, size: tuple[int, ...], sizes: ModelSizes):
     if said.train is None:
         if size[2:] and size[2] > 1 and not sizes.geometry["video"]:
             raise ValueError(f"{sizes.title} makes single pictures, so it has no {size[2]} frames (--size).")
-        return work_of_defaults(sizes, **dict(zip(("width", "height", "frames"), size)))
+        work = work_of_defaults(sizes, **dict(zip(("width", "height", "frames"), size)))
+        return replace(work, quantized=_quantized(said.quantize, sizes))
+    if said.quantize is not None:
+        raise ValueError("--quantize is of pictures that are drawn; a run says --quant_options, after --train.")
     if size:
         raise ValueError(
             "--size is a picture's that is drawn; a run's is --max_pixels, or --width and --height, after --train."
@@ -220,6 +231,18 @@ def _job(said: argparse.Namespace, size: tuple[int, ...], sizes: ModelSizes):
         raise ValueError("--vram makes a run take this plan; here the card is named by --card, before --train.")
     check_training(config, sizes, families.by_name(sizes.family), here=False)
     return config
+
+
+def _quantized(text: str | None, sizes: ModelSizes) -> tuple[tuple[str, str], ...]:
+    """Part -> storage. Raises Trouble for a part or a method that there is not."""
+    files, found = {name: part.files for name, part in sizes.parts.items()}, {}
+    for entry, method, excluded in rounding_of(text, "--quantize"):
+        check_method(method, "--quantize")
+        for name in parts_meant(entry, "quantize", files):
+            if name == "vae":
+                raise ValueError("The part vae has no linear layers to quantize (--quantize).")
+            found[name] = write_storage([Rule(method, excluded)])
+    return tuple(found.items())
 
 
 def _model(name: str) -> ModelSpec | str:

@@ -11,8 +11,9 @@ from backend.planner.costs import phase_costs
 from backend.planner.costs.device_speed import Speed
 from backend.planner.costs.layout import DENOISERS, FP8, Fixed, Layout, PartLayout, Work, Working
 from backend.planner.costs.model_sizes import ModelSizes, PartSizes
+from backend.planner.costs.quantized_bytes import cast_bytes
 from backend.planner.costs.weight_bytes import moved_bytes, off_card, on_card
-from backend.schema.memory_plan import PhasePlan
+from backend.schema.memory_plan import DTYPE_BYTES, PhasePlan
 
 LOSSY = ("fp8", "tile", "optimizer_8bit")  # rungs that change results
 
@@ -111,15 +112,24 @@ def text_options(terms: Terms, modes=("parked", "streamed"), *, fills: bool = Tr
         return [Option(Layout(), ())]
     each = [phase_costs.text(part, terms.point, terms.work, terms.fixed) for part in terms.encoders]
     working = max(each, key=lambda one: one.likely)
-    return [_encoded(terms, *one, working=working, fills=fills) for one in part_layouts(terms, modes=modes)]
+    storage = dict(terms.work.quantized).get(terms.encoders[0].name)
+    layouts = [_quantized(terms, storage)] if storage else part_layouts(terms, modes=modes)
+    return [_encoded(terms, *one, working=working, fills=fills) for one in layouts]
+
+
+def _quantized(terms: Terms, storage: str) -> tuple[PartLayout, tuple[str, ...], int]:
+    """How a quantized part is kept: always on the card."""
+    return PartLayout("resident", storage, terms.homes[0]), ("quantize",), 0
 
 
 def _encoded(
     terms: Terms, layout: PartLayout, rungs: tuple[str, ...], lossy: int, *, working: Working, fills: bool
 ) -> Option:
     encoders, computing = terms.encoders, terms.work.computing
-    parts = filled(encoders, layout, terms.room_bytes - working.likely if fills else 0, computing)
+    room = terms.room_bytes - working.likely - _staying(terms, encoders)
+    parts = filled(encoders, layout, room if fills else 0, computing)
     weights, staging = held(encoders, parts, computing)
+    staging += max(cast_bytes(layout.storage, part, DTYPE_BYTES[computing]) for part in encoders)
     passes = 2 if terms.work.guidance and not terms.work.targets else 1
     moved = sum(
         _entering(part, parts[part.name], terms)
@@ -135,6 +145,12 @@ def _encoded(
     return Option(Layout(parts), (phase,), _named("text", rungs), lossy, ram)
 
 
+def _staying(terms: Terms, here: list[PartSizes]) -> int:
+    """Bytes of quantized parts that are on the card while others, those `here`, compute."""
+    others = [(name, storage) for name, storage in terms.work.quantized if name not in {part.name for part in here}]
+    return sum(terms.sizes.parts[name].bytes(storage, terms.work.computing) for name, storage in others)
+
+
 def denoise_options(terms: Terms, modes=("parked", "streamed")) -> list[Option]:
     """All steps of all pictures; the halves of guidance together, or one after the other for less memory."""
     apart, work = (False, True) if terms.work.guidance else (False,), terms.work
@@ -145,6 +161,9 @@ def denoise_options(terms: Terms, modes=("parked", "streamed")) -> list[Option]:
             (one, tuple(rung for rung in rungs if rung != "fp8"), 0)
             for one, rungs, _ in part_layouts(replace(terms, storages=(FP8,)), modes=modes)
         ]
+    storage = dict(work.quantized).get(terms.denoisers[0].name) if terms.denoisers else None
+    if storage:
+        layouts = [_quantized(terms, storage)]
     layouts = [(replace(one, whole=work.compiled, codes=work.fp8_products), *rest) for one, *rest in layouts]
     return [_denoised(terms, *each, apart=one) for one in apart for each in layouts]
 
@@ -155,11 +174,12 @@ def _denoised(terms: Terms, layout: PartLayout, rungs: tuple[str, ...], lossy: i
     working = max(
         (phase_costs.denoise(part, point, work, terms.fixed) for part in terms.denoisers), key=lambda one: one.likely
     )
-    room = terms.room_bytes - working.likely - work.lora_bytes
+    room = terms.room_bytes - working.likely - work.lora_bytes - _staying(terms, terms.denoisers)
     parts = {}
     for part in terms.denoisers:  # one after the other
         parts |= filled([part], layout, room, work.computing)
     weights, staging = held(terms.denoisers if layout.mode == "resident" else [first], parts, work.computing)
+    staging += cast_bytes(layout.storage, first, DTYPE_BYTES[work.computing])
     flops = phase_costs.operations(first, {**point, "b": 1}) * terms.point["b"]
     passes = 2 if apart else 1
     cast = first.numel * 3 * passes / terms.speed.memory_bytes if layout.storage == FP8 and not layout.codes else 0.0

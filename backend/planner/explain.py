@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+from backend.catalog.quantization.methods import METHODS, read_storage
 from backend.planner.candidates import LOSSY
 from backend.planner.costs.layout import FP8
 from backend.schema.memory_plan import GIB, PlanStep
@@ -19,6 +20,7 @@ NAMES = {
 }
 ORDER = (
     "park",
+    "quantize",
     "fp8",
     "stream",
     "halves",
@@ -78,7 +80,12 @@ def _sentence(kind: str, part: str, option, layouts: dict, terms) -> str:
     on_cpu, name = terms.fixed.on_cpu, NAMES.get(part, part)
     here = "in memory" if on_cpu else "on the card"
     if kind == "park":
-        return f"The parts take turns {here}; {_waiting(layouts, on_cpu=on_cpu)}"
+        who = "The other parts" if terms.work.quantized else "The parts"
+        return f"{who} take turns {here}; {_waiting(layouts, on_cpu=on_cpu)}"
+    if kind == "quantize":
+        storage = dict(terms.work.quantized).get(part) or next(how for key, how in terms.work.quantized if key != "dit")
+        titles = ", ".join(dict.fromkeys(METHODS[rule.method].title for rule in read_storage(storage)))
+        return f"The {name} is quantized ({titles}) and stays {here}."
     if kind == "fp8":
         many = sum(one.storage == FP8 for one in option.layout.parts.values()) > 1
         return f"The {name}{'s are' if many else ' is'} stored in FP8: half the memory, pictures differ slightly."

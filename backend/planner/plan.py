@@ -15,6 +15,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from backend.catalog.quantization.methods import is_quantized
 from backend.catalog.spec import ModelSpec
 from backend.planner import candidates, explain, history, suggestions, training_candidates, what_fits
 from backend.planner.candidates import FP8, Option, Terms
@@ -179,6 +180,8 @@ def _terms(sizes, work: Work, card: Card, preferences: Preferences, speed: Speed
 def generation_groups(terms: Terms) -> list[list[tuple[Option, ...]]]:
     """Lists of options to combine: once with every part always on the card, once with parts taking turns."""
     in_turn = [candidates.text_options(terms), candidates.denoise_options(terms), candidates.decode_options(terms)]
+    if terms.work.quantized:  # what stays is there in the phases of the others too
+        return [[[_together(terms, *each) for each in itertools.product(*in_turn)]]]
     if terms.least:
         return [in_turn]
     all_there = [
@@ -318,7 +321,7 @@ def _configs(layout: Layout, terms: Terms, card: Card) -> dict[str, VramConfig]:
     return {
         name: config_of(part, card.device, _dtype_of(name, terms))
         for name, part in layout.parts.items()
-        if not terms.work.targets or part.mode == "streamed" or part.storage == FP8
+        if not is_quantized(part.storage) and (not terms.work.targets or part.mode == "streamed" or part.storage == FP8)
     }
 
 

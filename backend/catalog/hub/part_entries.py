@@ -101,7 +101,7 @@ def all_meant(entries: str | None, setting: str, parts: Files, *, known: Iterabl
     return {part for entry in listed(entries) for part in parts_meant(entry, setting, parts, known=known)}
 
 
-def rounding_of(text: str | None) -> list[tuple[str, str, tuple[str, ...]]]:
+def rounding_of(text: str | None, setting: str = "--quant_options") -> list[tuple[str, str, tuple[str, ...]]]:
     """`--quant_options`: (entry, method, ends of names of layers that are left out) of each `MODEL:METHOD[/LAYER,LAYER]`, in their order.
 
     Raises Trouble for what is not of that form.
@@ -115,7 +115,7 @@ def rounding_of(text: str | None) -> list[tuple[str, str, tuple[str, ...]]]:
         if not model.strip() or not method.strip():
             raise Trouble(
                 "bad_value",
-                f"{piece.strip()!r} in --quant_options is not `model:method`.",
+                f"{piece.strip()!r} in {setting} is not `model:method`.",
                 hint="For example dit:int8.",
             )
         found.append((model.strip(), method.strip(), listed(excluded)))

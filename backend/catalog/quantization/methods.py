@@ -3,7 +3,8 @@ out, what a layer takes, and whether a LoRA can learn beside it. No torch, and n
 
 The names are DiffSynth-Studio's (`w8a16`: 8-bit weights, 16-bit activations). The planner counts by this table, command
 lines and `QuantizeConfig` take its names, and `engine.quantization` holds the functions of each. A part's storage is
-written as "bitsandbytes_nf4", or "int8/img_in,proj_out" with the ends of names of layers that stay as they are. Checked
+written as "bitsandbytes_nf4", "int8/img_in,proj_out" with the ends of names of layers that stay as they are,
+"int8=to_q" with those of layers that are meant alone, or several of these joined by "+" (`read_storage`). Checked
 against real layers (`tests/engine/quantization/test_quantized_layers.py`): bitsandbytes 0.50, torchao 0.18,
 comfy-kitchen 0.2.
 """
@@ -11,10 +12,12 @@ comfy-kitchen 0.2.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from backend.schema.messages import Trouble
+from backend.system.text_files import listed
 
 BLOCK = 64  # numbers that share a factor in bitsandbytes' 4 bits; factors are quantized themselves, in blocks of 256
 GROUP = 128  # of torchao's 4 bits
@@ -95,9 +98,39 @@ METHODS: dict[str, Method] = {
 }
 
 
+@dataclass(frozen=True)
+class Rule:
+    """Layers of a part, by the ends of their names, and the method that quantizes them."""
+
+    method: str
+    excluded: tuple[str, ...] = ()
+    targets: tuple[str, ...] | None = None  # None: all
+
+
+def read_storage(storage: str) -> tuple[Rule, ...]:
+    """The rules that a part's storage names; none for a dtype."""
+    found = []
+    for piece in storage.split("+") if is_quantized(storage) else ():
+        piece, _, excluded = piece.partition("/")
+        method, only, targets = piece.partition("=")
+        found.append(Rule(method, listed(excluded), listed(targets) if only else None))
+    return tuple(found)
+
+
+def write_storage(rules: Iterable[Rule]) -> str:
+    """The inverse of `read_storage`."""
+
+    def words(rule: Rule) -> str:
+        targets = "" if rule.targets is None else f"={','.join(rule.targets)}"
+        excluded = f"/{','.join(rule.excluded)}" if rule.excluded else ""
+        return f"{rule.method}{targets}{excluded}"
+
+    return "+".join(map(words, rules))
+
+
 def is_quantized(storage: str) -> bool:
     """Whether `storage` is a method's, and no dtype."""
-    return storage.partition("/")[0] in METHODS
+    return re.split(r"[/=+]", storage, maxsplit=1)[0] in METHODS
 
 
 def check_method(name: str, setting: str) -> None:

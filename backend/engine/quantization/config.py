@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from backend.catalog.quantization.methods import METHODS, check_method, check_package
+from backend.catalog.quantization.methods import METHODS, Rule, check_method, check_package, write_storage
 from backend.engine.devices import out_of_memory
 from backend.engine.quantization.backend_type import Backend, State
 from backend.engine.quantization.layers import dequantized, is_quantized
@@ -37,6 +37,14 @@ class _Quantizes:
     def methods(self) -> tuple[str, ...]:
         """Names of all that are used."""
         return tuple(config.method for config in self.all())
+
+    @property
+    def storage(self) -> str:
+        """As a plan is told of it (`Work.quantized`)."""
+        return write_storage(
+            Rule(one.method, tuple(one.exclude_modules or ()), one.target_modules and tuple(one.target_modules))
+            for one in self.all()
+        )
 
     def config_of(self, name: str) -> QuantizeConfig | None:
         """The one that means the linear layer called `name`."""

@@ -57,6 +57,9 @@ class Work:
     step_cache: bool = False
     compiled: bool = False
     fp8_products: bool = False
+    quantized: tuple[
+        tuple[str, str], ...
+    ] = ()  # (part, storage) of parts that are quantized when they are drawn with, and stay
 
     @property
     def encodes(self) -> bool:
@@ -69,7 +72,7 @@ class PartLayout:
     """Where one part's weights are: always on the card, there in its phase, or block by block from `home`."""
 
     mode: str = "resident"  # "resident" | "parked" | "streamed"
-    storage: str = "bfloat16"  # a dtype, or a method that rounds (`rounded.py`)
+    storage: str = "bfloat16"  # a dtype, or what is quantized how (`catalog.quantization.methods`)
     home: str = "ram"  # "ram" | "disk", of what is not on the card
     on_card: int = 0  # blocks that stay while the others are streamed
     whole: bool = False  # what a compiled block takes is cast all together
