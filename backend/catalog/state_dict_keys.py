@@ -11,9 +11,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from types import ModuleType
 
-from backend.catalog.family import NameMap, Rule
+from backend.catalog.family import Family, NameMap, Rule
 from backend.catalog.spec import TensorAt
 
 
@@ -37,7 +36,7 @@ def flatten(name: str) -> str:
     return name.replace(".", "_").strip("_")
 
 
-def maps_of(family: ModuleType | None, part: str, modules: Iterable[str]) -> tuple[NameMap, ...]:
+def maps_of(family: Family | None, part: str, modules: Iterable[str]) -> tuple[NameMap, ...]:
     """The dialects in which others spell `part` of `family`; a family may derive some from the module list itself."""
     if family is None:
         return ()

@@ -31,6 +31,7 @@ from backend.planner.costs.model_sizes import ModelSizes, sizes_of
 from backend.planner.plan import fixed_of, known_of_changed, plan, surely_fits
 from backend.planner.workload import work_of_defaults
 from backend.schema import settings as knobs
+from backend.schema.json_values import whole
 from backend.schema.memory_plan import Card, Remedy, VramPlan
 from backend.schema.messages import Trouble
 from backend.schema.paths import places
@@ -162,7 +163,7 @@ def _free(text: str | None) -> float | None:
     return gib
 
 
-def _as_flags(job, helps: Remedy | None) -> str:
+def _as_flags(job: Work | TrainingConfig, helps: Remedy | None) -> str:
     """What is advised, as it is said on this command line: flags that take the place of those that were given."""
     if helps is None:
         return ""
@@ -170,8 +171,10 @@ def _as_flags(job, helps: Remedy | None) -> str:
     flags += [f"--ram {helps.ram_gib}"] if helps.ram_gib else []
     settings = dict(helps.settings)
     if isinstance(job, Work) and settings:
-        size = [settings.pop(name, getattr(job, name)) for name in ("width", "height", "frames")]
-        flags.append(f"--size {'x'.join(map(str, size if size[2] > 1 else size[:2]))}")
+        width, height, frames = (
+            whole(settings.pop(name, getattr(job, name))) or 1 for name in ("width", "height", "frames")
+        )
+        flags.append(f"--size {width}x{height}x{frames}" if frames > 1 else f"--size {width}x{height}")
     flags += [f"--{name} {shlex.quote(str(value))}" for name, value in settings.items()]
     if helps.preferences:
         flags.append("no --exact")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from backend.dataset.captions import lines_of
-from backend.dataset.dataset import Dataset, read_dataset, read_folder
+from backend.dataset.dataset import Dataset, FileEntry, read_dataset, read_folder
 from backend.dataset.extra_inputs import EDIT
 from backend.dataset.reference_images import sample_pictures
 from backend.planner.check_training import check_files
@@ -46,7 +46,7 @@ def asks_edits(section) -> bool:
     return EDIT in listed(section.extra_inputs)
 
 
-def read_data(config, *, index: Path | None, edits: bool, sizes_only: dict | None = None) -> Dataset:
+def read_data(config, *, index: Path | None, edits: bool, sizes_only: dict[str, FileEntry] | None = None) -> Dataset:
     """The dataset, with the pictures that are trained along. `sizes_only`: as for `read_dataset`."""
     data = read_dataset(
         config.dataset, trigger=config.dataset.trigger_word, index=index, edits=edits, sizes_only=sizes_only

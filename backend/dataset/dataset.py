@@ -8,10 +8,11 @@ import io
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from PIL import Image, UnidentifiedImageError
 
@@ -28,6 +29,16 @@ MASK_SUFFIX = ".mask.png"
 READERS = 4  # threads that measure files
 
 MOST_INDEX_BYTES = 2**28  # of what is remembered of pictures: a million of them
+
+
+class FileEntry(NamedTuple):
+    """What the index file remembers of a picture file; `digest` is its sha256 in hex ("" where it was not read)."""
+
+    nbytes: int
+    mtime_ns: int  # st_mtime_ns: an entry counts for as long as size and time are these
+    width: int  # pixels, as shown (EXIF orientation applied)
+    height: int
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,12 @@ class Dataset:
 
 
 def read_dataset(
-    section, *, trigger: str = "", index: Path | None = None, edits: bool = False, sizes_only: dict | None = None
+    section,
+    *,
+    trigger: str = "",
+    index: Path | None = None,
+    edits: bool = False,
+    sizes_only: dict[str, FileEntry] | None = None,
 ) -> Dataset:
     """The dataset that a config's `dataset` section names.
 
@@ -121,7 +137,7 @@ def read_dataset(
     return _measured(items, notes, index, skip_broken=section.skip_broken_pictures, sizes_only=sizes_only)
 
 
-def read_folder(base: Path, *, prior: bool = False, sizes_only: dict | None = None) -> Dataset:
+def read_folder(base: Path, *, prior: bool = False, sizes_only: dict[str, FileEntry] | None = None) -> Dataset:
     """A plain folder of captioned pictures, for pictures that are trained along. `sizes_only` as for `read_dataset`."""
     notes: list[str] = []
     if not is_folder(base):
@@ -205,30 +221,37 @@ def _tables_in(base: Path) -> str:
 def _from_metadata(path: Path, base: Path, section, notes: list[str], *, edits: bool) -> Iterator[Item]:
     for row in read_rows(path, section, notes, edits=edits):
         pictures = tuple(Picture(base / name) for name in row.edits)
-        yield Item(path=base / row.picture, captions=row.captions, edits=pictures, seed=row.seed, **row.more)
+        yield Item(path=base / row.picture, captions=row.captions, edits=pictures, seed=row.seed, steps=row.steps)
 
 
 def _measured(
-    items: list[Item], notes: list[str], index: Path | None, *, skip_broken: bool, sizes_only: dict | None = None
+    items: list[Item],
+    notes: list[str],
+    index: Path | None,
+    *,
+    skip_broken: bool,
+    sizes_only: dict[str, FileEntry] | None = None,
 ) -> Dataset:
     known = _read_index(index) if sizes_only is None else sizes_only
     paths = list(dict.fromkeys(path for item in items for path in item.files))
     measure = _measure if sizes_only is None else _measure_size
-    entries = dict(zip(paths, _entries(paths, known, until_broken=not skip_broken, measure=measure)))
-    used: dict[str, list] = {}
+    found = dict(zip(paths, _entries(paths, known, until_broken=not skip_broken, measure=measure)))
+    errors = {path: entry for path, entry in found.items() if isinstance(entry, OSError)}
+    entries = {path: entry for path, entry in found.items() if not isinstance(entry, OSError)}
+    used: dict[str, FileEntry] = {}
     good: list[Item] = []
     broken: list[tuple[Path, str]] = []
     for item in items:
-        lost = next((path for path in item.files if isinstance(entries.get(path), OSError)), None)
+        lost = next((path for path in item.files if path in errors), None)
         if lost is not None:
             if not skip_broken:
-                raise _broken(lost, entries[lost]) from None
-            broken.append((lost, str(entries[lost])))
+                raise _broken(lost, errors[lost]) from None
+            broken.append((lost, str(errors[lost])))
             continue
         used |= {str(path.absolute()): entries[path] for path in item.files}
-        width, height, digest = entries[item.path][2:]
-        edits = tuple(Picture(one.path, *entries[one.path][2:]) for one in item.edits)
-        good.append(replace(item, width=width, height=height, digest=digest, edits=edits))
+        entry = entries[item.path]
+        edits = tuple(_picture(one.path, entries[one.path]) for one in item.edits)
+        good.append(replace(item, width=entry.width, height=entry.height, digest=entry.digest, edits=edits))
     if not good:
         raise Trouble("empty_dataset", f"None of the {len(items)} pictures can be read.")
     if sizes_only is not None:
@@ -237,6 +260,10 @@ def _measured(
     if index is not None and used != known:
         _write_index(index, {**known, **used})
     return Dataset(items=tuple(good), notes=tuple(notes), broken=tuple(broken))
+
+
+def _picture(path: Path, entry: FileEntry) -> Picture:
+    return Picture(path, entry.width, entry.height, entry.digest)
 
 
 def _broken(path: Path, error: OSError) -> Trouble:
@@ -262,31 +289,37 @@ def measure(paths: Iterable[Path]) -> tuple[Picture, ...]:
         entry = _measure(path)
         if isinstance(entry, OSError):
             raise _broken(path, entry)
-        found.append(Picture(path, *entry[2:]))
+        found.append(_picture(path, entry))
     return tuple(found)
 
 
-def _entries(paths: list[Path], known: dict[str, list], *, until_broken: bool, measure) -> list[list | OSError]:
+def _entries(
+    paths: list[Path],
+    known: dict[str, FileEntry],
+    *,
+    until_broken: bool,
+    measure: Callable[[Path], FileEntry | OSError],
+) -> list[FileEntry | OSError]:
     """What is to be known of each picture file, or why it cannot be.
 
     `until_broken`: the list ends with the first that cannot.
 
     Files that are not known yet are read by several threads, for reading and hashing let each other run.
     """
-    found = [_known(path, known) for path in paths]
-    missing = [number for number, entry in enumerate(found) if entry is None]
+    remembered = [_known(path, known) for path in paths]
+    missing = [number for number, entry in enumerate(remembered) if entry is None]
     pool = ThreadPoolExecutor(READERS)
     try:
         for number, entry in zip(missing, pool.map(measure, [paths[number] for number in missing])):
-            found[number] = entry
+            remembered[number] = entry
             if until_broken and isinstance(entry, OSError):
-                return found[: number + 1]
+                return [one for one in remembered[: number + 1] if one is not None]
     finally:
         pool.shutdown(cancel_futures=True)
-    return found
+    return [entry for entry in remembered if entry is not None]
 
 
-def _known(path: Path, known: dict[str, list]) -> list | OSError | None:
+def _known(path: Path, known: dict[str, FileEntry]) -> FileEntry | OSError | None:
     try:
         status = path.stat()
     except OSError as error:
@@ -296,10 +329,10 @@ def _known(path: Path, known: dict[str, list]) -> list | OSError | None:
     if not stat.S_ISREG(status.st_mode):  # a pipe would be read for ever
         return OSError("it is no file")
     entry = known.get(str(path.absolute()))
-    return entry if entry is not None and entry[:2] == [status.st_size, status.st_mtime_ns] else None
+    return entry if entry is not None and entry[:2] == (status.st_size, status.st_mtime_ns) else None
 
 
-def _measure(path: Path) -> list | OSError:
+def _measure(path: Path) -> FileEntry | OSError:
     """[bytes, time, width, height, sha256] of a picture file; the header only is decoded, of a mask all: it is not
     encoded before training."""
     try:
@@ -312,10 +345,10 @@ def _measure(path: Path) -> list | OSError:
         return error
     except (ValueError, SyntaxError, Image.DecompressionBombError) as error:
         return OSError(str(error).rstrip("."))
-    return [status.st_size, status.st_mtime_ns, width, height, hashlib.sha256(data).hexdigest()]
+    return FileEntry(status.st_size, status.st_mtime_ns, width, height, hashlib.sha256(data).hexdigest())
 
 
-def _measure_size(path: Path) -> list | OSError:
+def _measure_size(path: Path) -> FileEntry | OSError:
     """As `_measure`, without the digest: of a large set of pictures only headers are read."""
     try:
         status = path.stat()
@@ -325,12 +358,12 @@ def _measure_size(path: Path) -> list | OSError:
         return error
     except (ValueError, SyntaxError, Image.DecompressionBombError) as error:
         return OSError(str(error).rstrip("."))
-    return [status.st_size, status.st_mtime_ns, width, height, ""]
+    return FileEntry(status.st_size, status.st_mtime_ns, width, height, "")
 
 
-def _read_index(index: Path | None) -> dict[str, list]:
+def _read_index(index: Path | None) -> dict[str, FileEntry]:
     known = read_object_or_empty(index, most=MOST_INDEX_BYTES) if index is not None else {}
-    return {path: entry for path, entry in known.items() if _is_entry(entry)}
+    return {path: FileEntry(*entry) for path, entry in known.items() if _is_entry(entry)}
 
 
 def _is_entry(entry: object) -> bool:
@@ -340,7 +373,7 @@ def _is_entry(entry: object) -> bool:
     return all(whole(number, high=2**63 - 1) is not None for number in entry[:4])
 
 
-def _write_index(index: Path, entries: dict[str, list]) -> None:
+def _write_index(index: Path, entries: dict[str, FileEntry]) -> None:
     from backend.system.durable_files import write_text
 
     index.parent.mkdir(parents=True, exist_ok=True)

@@ -120,10 +120,11 @@ def check_steps(steps: Iterable[int | None], batch_size: int) -> None:
         )
 
 
-def read_extras(row: dict, wanted: tuple[str, ...], number: int, name: str) -> dict[str, int]:
-    """What the columns `wanted` of row `number` of the metadata file `name` say, as values of an item: {"steps": 4}.
+def read_steps(row: dict, wanted: tuple[str, ...], number: int, name: str) -> int | None:
+    """The number of steps in which a student is to draw the picture (direct distillation), from row `number` of the
+    metadata file `name`; None where `wanted`, the columns of --extra_inputs, does not name `num_inference_steps`.
 
-    Raises Trouble.
+    The other columns are checked. Raises Trouble("bad_metadata") for one that is missing or that Loft does not do.
     """
     for column in wanted:
         if row.get(column) in (None, ""):
@@ -144,7 +145,7 @@ def read_extras(row: dict, wanted: tuple[str, ...], number: int, name: str) -> d
             f"Row {number} of {name} has the cfg_scale {row['cfg_scale']!r}; a student draws without guidance, at 1.",
         )
     if "num_inference_steps" not in wanted:
-        return {}
+        return None
     steps = _number(row["num_inference_steps"])
     if steps is None or not steps.is_integer() or not 1 <= steps <= 100:
         raise Trouble(
@@ -154,7 +155,7 @@ def read_extras(row: dict, wanted: tuple[str, ...], number: int, name: str) -> d
                 "to 100."
             ),
         )
-    return {"steps": int(steps)}
+    return int(steps)
 
 
 def _number(value) -> float | None:

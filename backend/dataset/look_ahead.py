@@ -20,7 +20,7 @@ from backend.catalog.family import Family, SizeRule, TokenCount
 from backend.dataset.bucket_sampler import Batch, epoch_batches, kept_aside, size_of, steps_of_epoch
 from backend.dataset.captions import lines_of
 from backend.dataset.check_inputs import read_data
-from backend.dataset.dataset import Dataset, Item
+from backend.dataset.dataset import Dataset, FileEntry, Item
 from backend.dataset.generated_prompts import EMPTY, prior_prompts
 from backend.dataset.reference_images import reference_sizes, sample_pictures, shown, whole
 from backend.planner.costs import prompt_length
@@ -31,7 +31,7 @@ from backend.system.text_files import listed
 
 EXACT_SAMPLES = 2000  # of an epoch, up to which its batches are made as the run makes them
 STALE_SECONDS = 2.0
-_SIZES: dict[str, list] = {}  # of picture files: what `dataset` remembers
+_SIZES: dict[str, FileEntry] = {}  # of picture files: what `dataset` remembers
 _LOOKS: dict[tuple, _Look] = {}
 _LOCK = threading.Lock()
 _KNOWN: dict[tuple, tuple] = {}

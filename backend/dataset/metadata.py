@@ -6,11 +6,11 @@ import csv
 import io
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from backend.dataset.captions import check_caption
-from backend.dataset.extra_inputs import EDIT, read_extras
+from backend.dataset.extra_inputs import EDIT, read_steps
 from backend.schema.json_values import parse_json
 from backend.schema.messages import Trouble
 from backend.schema.untrusted import is_file, read_bytes
@@ -28,7 +28,7 @@ class Row:
     captions: tuple[str, ...]
     edits: tuple[str, ...] = ()
     seed: int | None = None
-    more: dict[str, int] = field(default_factory=dict)
+    steps: int | None = None  # in which a student is to draw it (direct distillation)
 
 
 def read_rows(path: Path, section, notes: list[str], *, edits: bool) -> Iterator[Row]:
@@ -65,7 +65,7 @@ def read_rows(path: Path, section, notes: list[str], *, edits: bool) -> Iterator
             captions=captions,
             edits=_edits(row.get(EDIT), number, path.name) if edits else (),
             seed=_seed(row.get("seed"), number, path.name),
-            more=read_extras(row, tuple(name for name in extras if name != EDIT), number, path.name),
+            steps=read_steps(row, tuple(name for name in extras if name != EDIT), number, path.name),
         )
     if empty:
         some = (

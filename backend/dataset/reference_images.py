@@ -73,7 +73,9 @@ def check_counts(counts: Iterable[tuple[str, int]], family: Family, *, variant: 
     """Raises Trouble for the first of (what, from how many pictures) that is edited from more than the model works
     from."""
     rule = family.EDITS.get(variant)
-    for what, count in counts if rule is not None else ():
+    if rule is None:
+        return
+    for what, count in counts:
         check_count(f"{what} is edited from {count}", count, rule, title=title)
 
 

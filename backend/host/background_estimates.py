@@ -39,7 +39,8 @@ def ask(spec: ModelSpec, places: Places, wants: Mapping[str, Sequence[str]] | No
     home = folder(places)
     sizes = sizes_of(spec, folder=home)
     asked = []
-    for name in dict.fromkeys((*sizes.estimating, *(wants or {}))):
+    names: list[str] = [*sizes.estimating, *(wants or {})]
+    for name in dict.fromkeys(names):
         part, more = spec.parts[name], list((wants or {}).get(name, ()))
         word = f"{part.network.rpartition(':')[2]}-{_digest(part.config)}"
         answered = (home / f"{word}.json").exists()

@@ -90,8 +90,7 @@ def finite(value: object, *, low: float = -math.inf, high: float = math.inf) -> 
 
 def whole(value: object, *, low: int = 0, high: int = EXACT) -> int | None:
     """`value` as a whole number from `low` to `high`; None for everything else."""
-    number = finite(value)
-    if number is None or not low <= value <= high:
+    if finite(value) is None or not isinstance(value, int | float) or not low <= value <= high:
         return None
     return int(value)
 

@@ -57,7 +57,7 @@ def is_loopback(host: str) -> bool:
     except ValueError:
         pass
     try:
-        found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     except OSError:
         raise Trouble("bad_host", f"--host is {host!r}, which is no address of this machine.") from None
     return all(ipaddress.ip_address(address.split("%")[0]).is_loopback for address in found)

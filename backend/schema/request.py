@@ -117,11 +117,12 @@ def request_from_values(values: dict) -> GenerationRequest:
 
 def _use(item: object) -> LoraUse:
     """One LoRA of a request. Raises Trouble for what is none."""
+    path = item.get("path") if isinstance(item, dict) else None
     strength = finite(item.get("strength", 1.0)) if isinstance(item, dict) else None
-    if strength is None or not isinstance(item.get("path"), str):
+    if strength is None or not isinstance(path, str):
         words = f"A LoRA of the request is {str(item)[:80]!r}, which is not a file's path and a strength."
         raise Trouble("bad_value", words)
-    return LoraUse(item["path"], strength)
+    return LoraUse(path, strength)
 
 
 def result_from_values(values: dict) -> Result:

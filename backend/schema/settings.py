@@ -19,12 +19,14 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 from backend.schema.json_values import parse_json, printable
 from backend.schema.messages import Trouble
 from backend.schema.settings_field import Knob, knob, knobs_of, section, switch, switches_of
 
+T = TypeVar("T")
 MOST_SHOWN = 200  # characters of a wrong value that a sentence repeats
 
 __all__ = [
@@ -44,7 +46,7 @@ __all__ = [
 ]
 
 
-def to_values(config) -> dict[str, object]:
+def to_values(config) -> dict[str, Any]:
     """`{knob name: value}` over all sections."""
     values = {}
     for item in knobs_of(type(config)):
@@ -55,7 +57,7 @@ def to_values(config) -> dict[str, object]:
     return values
 
 
-def from_values(cls: type, values: dict[str, object], *, base=None):
+def from_values(cls: type[T], values: Mapping[str, object], *, base: T | None = None) -> T:
     """A config of `cls` with `values` by knob name over `base` (or the defaults).
 
     Text is converted to the knob's kind. Raises Trouble for a name that is none, a value of the wrong kind or out of
@@ -80,20 +82,20 @@ def _check_refused(cls: type, name: str) -> None:
         raise Trouble("not_supported", reason, hint=f"Leave {name} out.")
 
 
-def _nearest(name: str, known) -> str:
+def _nearest(name: str, known: Iterable[str]) -> str:
     import difflib
 
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"Did you mean {close[0]!r}?" if close else "See docs/settings.md for the list."
 
 
-def _replaced(config, path: tuple[str, ...], value):
+def _replaced(config: Any, path: tuple[str, ...], value: object) -> Any:
     if len(path) == 1:
         return dataclasses.replace(config, **{path[0]: value})
     return dataclasses.replace(config, **{path[0]: _replaced(getattr(config, path[0]), path[1:], value)})
 
 
-def _converted(item: Knob, value):
+def _converted(item: Knob, value: object) -> object:
     if value is None or (item.optional and isinstance(value, str) and value.strip() in ("", "None")):
         if item.optional:
             return None
@@ -107,14 +109,14 @@ def _converted(item: Knob, value):
         raise Trouble("bad_value", words) from None
 
 
-def _to_bool(value) -> bool:
+def _to_bool(value: object) -> bool:
     if isinstance(value, bool):
         return value
     words = {"true": True, "yes": True, "1": True, "on": True, "false": False, "no": False, "0": False, "off": False}
     return words[value.strip().lower()] if isinstance(value, str) and value.strip().lower() in words else _refuse()
 
 
-def _refuse():
+def _refuse() -> NoReturn:
     raise ValueError
 
 
@@ -173,7 +175,7 @@ class _Flags(argparse.ArgumentParser):
         raise Trouble("bad_flags", f"The command line is not right: {message}.", hint="--help lists every flag.")
 
 
-def from_flags(cls: type, argv: Sequence[str], *, program: str = "", base=None):
+def from_flags(cls: type[T], argv: Sequence[str], *, program: str = "", base: T | None = None) -> T:
     """A config of `cls` from `--name value` flags over `base` (or the defaults); yes/no knobs are `--name` and
     `--no-name`, switches `--name` alone. Unknown flags raise Trouble."""
     for flag in argv:
@@ -201,7 +203,7 @@ def from_flags(cls: type, argv: Sequence[str], *, program: str = "", base=None):
     return from_values(cls, values, base=_switched(base if base is not None else cls(), on))
 
 
-def _switched(config, on: dict[str, bool]):
+def _switched(config: T, on: dict[str, bool]) -> T:
     """`config` with these of its switches turned on."""
     for name in on:
         config = _replaced(config, switches_of(type(config))[name][0], True)
@@ -232,7 +234,7 @@ def to_file_text(config) -> str:
     return json.dumps(changed, ensure_ascii=False, indent=2) + "\n"
 
 
-def from_file_text(cls: type, text: str | bytes, *, base=None):
+def from_file_text(cls: type[T], text: str | bytes, *, base: T | None = None) -> T:
     """The config in JSON `text` over `base` (or the defaults).
 
     Raises Trouble where it is not JSON, not an object, or holds an unknown name.

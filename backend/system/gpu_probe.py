@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TypedDict
 
 import psutil
 
@@ -24,6 +25,14 @@ _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 
 
+class HostMemory(TypedDict):
+    """What every card's entry says of the machine around it, in bytes."""
+
+    ram_total_bytes: int
+    ram_free_bytes: int
+    reserve_bytes: int
+
+
 def probe(*, reserve_bytes: int = 0, own_pids: Iterable[int] = ()) -> tuple[Card, ...]:
     """The devices of this machine, the one to use first; the CPU where there is no other.
 
@@ -31,7 +40,11 @@ def probe(*, reserve_bytes: int = 0, own_pids: Iterable[int] = ()) -> tuple[Card
     milliseconds and may be called every second.
     """
     ram_total, ram_free = ram()
-    memory = dict(ram_total_bytes=ram_total, ram_free_bytes=ram_free, reserve_bytes=reserve_bytes)
+    memory: HostMemory = {
+        "ram_total_bytes": ram_total,
+        "ram_free_bytes": ram_free,
+        "reserve_bytes": reserve_bytes,
+    }
     cards = _nvidia(memory, frozenset(own_pids)) or _amd(memory) or _apple(memory)
     return cards or (Card("cpu", cpu_name(), ram_total, ram_free, dtypes=cpu_dtypes(), **memory),)
 
@@ -73,7 +86,7 @@ def training_environment(device: str, environment: Mapping[str, str] | None = No
 VISIBLE_DEVICES = {"cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "xpu": ("ZE_AFFINITY_MASK",)}
 
 
-def _nvidia(memory: dict, own_pids: frozenset[int]) -> tuple[Card, ...]:
+def _nvidia(memory: HostMemory, own_pids: frozenset[int]) -> tuple[Card, ...]:
     """NVIDIA cards in the order of their PCI addresses, narrowed by CUDA_VISIBLE_DEVICES as CUDA does."""
     try:
         import pynvml
@@ -96,7 +109,9 @@ def _nvidia(memory: dict, own_pids: frozenset[int]) -> tuple[Card, ...]:
             pynvml.nvmlShutdown()
 
 
-def _nvidia_card(pynvml, handle, device: str, memory: dict, own_pids: frozenset[int], budgets: dict[str, int]) -> Card:
+def _nvidia_card(
+    pynvml, handle, device: str, memory: HostMemory, own_pids: frozenset[int], budgets: dict[str, int]
+) -> Card:
     info = pynvml.nvmlDeviceGetMemoryInfo(handle)
     own = 0
     with contextlib.suppress(pynvml.NVMLError):
@@ -132,7 +147,7 @@ def visible(uuids: list[str], setting: str | None) -> list[int]:
     return chosen
 
 
-def _amd(memory: dict, sysfs: Path = Path("/sys/class/drm"), kfd: Path = Path("/dev/kfd")) -> tuple[Card, ...]:
+def _amd(memory: HostMemory, sysfs: Path = Path("/sys/class/drm"), kfd: Path = Path("/dev/kfd")) -> tuple[Card, ...]:
     """AMD cards that ROCm can use; torch calls them cuda too."""
     if not kfd.exists():
         return ()
@@ -148,7 +163,7 @@ def _amd(memory: dict, sysfs: Path = Path("/sys/class/drm"), kfd: Path = Path("/
     return tuple(cards)
 
 
-def _apple(memory: dict) -> tuple[Card, ...]:
+def _apple(memory: HostMemory) -> tuple[Card, ...]:
     """Apple silicon: the card's memory is the RAM."""
     if sys.platform != "darwin" or platform.machine() != "arm64":
         return ()

@@ -19,8 +19,8 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
 
+from backend.catalog.family import Family
 from backend.catalog.formats.header import LARGEST_HEADER_BYTES, as_long_as
 from backend.catalog.hub import clients, download
 from backend.catalog.models import model_folder
@@ -41,7 +41,7 @@ MOST_FILES = 200
 LISTED = "listed.json"  # what a name's folder is whole with
 
 
-def known(model_id: str, families: Iterable[ModuleType], *, here: Places | None = None) -> ModelSpec | Trouble | None:
+def known(model_id: str, families: Iterable[Family], *, here: Places | None = None) -> ModelSpec | Trouble | None:
     """The model `model_id` from what was read before, or why nothing could be; None where it has to be asked for."""
     for source in download.SOURCES:
         home = _home(model_id, source, here or places())
@@ -58,7 +58,7 @@ def known(model_id: str, families: Iterable[ModuleType], *, here: Places | None 
 
 
 def look(
-    model_id: str, families: Iterable[ModuleType], *, source: str | None = None, here: Places | None = None
+    model_id: str, families: Iterable[Family], *, source: str | None = None, here: Places | None = None
 ) -> ModelSpec:
     """The model `model_id` from the headers of its files far away.
 
@@ -115,7 +115,7 @@ def _read(path: Path) -> dict | None:
         return None
 
 
-def _identified(home: Path, lengths: dict[str, int], families: Iterable[ModuleType]) -> ModelSpec:
+def _identified(home: Path, lengths: dict[str, int], families: Iterable[Family]) -> ModelSpec:
     stamp = (home / LISTED).stat().st_mtime_ns if (home / LISTED).exists() else 0
     kept = _KEPT.get(home)
     if kept is None or kept[0] != stamp or not stamp:
@@ -128,7 +128,7 @@ _KEPT: dict[Path, tuple[int, ModelSpec]] = {}  # thousands of tensors are parsed
 
 
 def _bring(
-    model_id: str, source: str, home: Path, families: tuple[ModuleType, ...]
+    model_id: str, source: str, home: Path, families: tuple[Family, ...]
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Reads headers and small files into `home`; returns the true lengths of the weight files, and of all files."""
     listing, read = clients.CLIENTS[source][0], clients.READERS[source]
@@ -179,7 +179,7 @@ def _bring_tokenizer(model_id: str, source: str, home: Path, sizes: dict[str, in
     return False
 
 
-def _wanted(sizes: dict[str, int], families: tuple[ModuleType, ...]) -> tuple[list[str], list[str]]:
+def _wanted(sizes: dict[str, int], families: tuple[Family, ...]) -> tuple[list[str], list[str]]:
     """(weight files, small files): those of the folders in which a model's parts lie, else those at the top."""
     folders = {part.folder for family in families for part in family.PARTS.values()}
     inside = [name for name in sizes if name.rpartition("/")[0] in folders]
@@ -234,7 +234,7 @@ if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
 
 
-def _reads_prompts(name: str, families: Iterable[ModuleType]) -> bool:
+def _reads_prompts(name: str, families: Iterable[Family]) -> bool:
     """Whether the family counts a prompt's tokens by the model's own tokenizer: that file is worth fetching beside the
     headers."""
     return any(name == family.NAME and family.COUNTS_TOKENS for family in families)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import isqrt, prod
 from pathlib import Path
-from types import ModuleType
 
+from backend.catalog.family import Family
 from backend.catalog.formats.read import read_header
 from backend.catalog.formats.safetensors import read_layout
 from backend.catalog.key_prefixes import unwrapped
@@ -45,7 +45,7 @@ class Fit:
         return not self.refused and not self.partly
 
 
-def fit_of(path: str | os.PathLike, model: ModelSpec, family: ModuleType) -> Fit:
+def fit_of(path: str | os.PathLike, model: ModelSpec, family: Family) -> Fit:
     """How the LoRA at `path` meets `model`; remembered for as long as neither file changes.
 
     Raises Trouble for a file that cannot be read.
@@ -215,7 +215,7 @@ def _stamp(file: Path) -> int:
         return 0
 
 
-def _model(model: ModelSpec, family: ModuleType) -> tuple[dict[str, Index], dict]:
+def _model(model: ModelSpec, family: Family) -> tuple[dict[str, Index], dict]:
     """The names and shapes of a model's denoiser and text encoders; those of the last few models are kept."""
     key = (_key(model), family.NAME)
     if key not in _INDEXES:
@@ -240,7 +240,7 @@ def _model(model: ModelSpec, family: ModuleType) -> tuple[dict[str, Index], dict
     return _INDEXES[key]
 
 
-def check(path: str | os.PathLike, model: ModelSpec, family: ModuleType) -> None:
+def check(path: str | os.PathLike, model: ModelSpec, family: Family) -> None:
     """Raises Trouble where the LoRA at `path` cannot act on `model`."""
     said = fit_of(path, model, family).refused
     if said:

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
 
-from backend.catalog.family import LoraSign
+from backend.catalog.family import Family, LoraSign
 from backend.catalog.formats.read import read_header
 from backend.catalog.formats.safetensors import Layout, read_layout
 from backend.catalog.lora import metadata as lora_facts
@@ -39,7 +38,7 @@ class Outline:
     texts: tuple[tuple[str, str, int], ...] = ()  # (prefix, flattened module name, input width) of text encoders
 
 
-def identify_lora(path: str | os.PathLike, families: Iterable[ModuleType]) -> LoraSpec:
+def identify_lora(path: str | os.PathLike, families: Iterable[Family]) -> LoraSpec:
     """The LoRA in `path`. Troubles: "damaged", "missing_file", "not_recognised" (no LoRA)."""
     path = Path(path)
     if path.suffix.lower() in PICKLES:
@@ -49,7 +48,7 @@ def identify_lora(path: str | os.PathLike, families: Iterable[ModuleType]) -> Lo
     return lora_of(path, read_layout(path), tuple(families))
 
 
-def lora_of(path: Path, layout: Layout, families: tuple[ModuleType, ...]) -> LoraSpec:
+def lora_of(path: Path, layout: Layout, families: tuple[Family, ...]) -> LoraSpec:
     """`identify_lora` for a header that has been read."""
     if not is_adapter(layout.entries):
         raise Trouble(
@@ -168,7 +167,7 @@ def _suffix_style(key: str) -> str:
 def families_of(
     widths: Iterable[tuple[str, int, int]],
     metadata: Mapping[str, str],
-    families: Iterable[ModuleType],
+    families: Iterable[Family],
     *,
     texts: Iterable[tuple[str, str, int]] = (),
 ) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
@@ -198,7 +197,7 @@ def families_of(
 
 @lru_cache(maxsize=256)
 def _candidates(
-    widths: tuple[tuple[str, int, int], ...], families: tuple[ModuleType, ...]
+    widths: tuple[tuple[str, int, int], ...], families: tuple[Family, ...]
 ) -> tuple[bool, tuple[tuple[str, str], ...]]:
     """(whether they are sure, (family, why) by signs of the modules alone): those that are sure, else those that are
     possible."""
@@ -212,7 +211,7 @@ def _candidates(
 
 
 def _with_names(
-    widths: tuple[tuple[str, int, int], ...], candidates: dict[str, str], families: tuple[ModuleType, ...]
+    widths: tuple[tuple[str, int, int], ...], candidates: dict[str, str], families: tuple[Family, ...]
 ) -> dict[str, str]:
     """The candidates whose networks have every module of a file in its size; where none of them has, all families that
     do; else as they are."""
@@ -246,6 +245,6 @@ def _shows(sign: LoraSign, widths: tuple[tuple[str, int, int], ...]) -> str:
     return f"has {first}"
 
 
-def named(family: str, families: Iterable[ModuleType]) -> str:
+def named(family: str, families: Iterable[Family]) -> str:
     """The family's title, for sentences."""
     return next((one.TITLE for one in families if family == one.NAME), family or "an unknown family")

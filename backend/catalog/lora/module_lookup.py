@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import ModuleType
 
+from backend.catalog.family import Family
 from backend.catalog.lora.keys import Reading, plain, readings
 from backend.catalog.state_dict_keys import Slot, flatten, maps_of, spellings
 
@@ -41,7 +41,7 @@ class Index:
         return slots or None
 
 
-def index_of_rows(rows: Mapping[str, int], part: str, family: ModuleType | None) -> Index:
+def index_of_rows(rows: Mapping[str, int], part: str, family: Family | None) -> Index:
     """The index of a part.
 
     `rows`: module -> rows of its weight, of every module with parameters of its own (1 where it has no weight).

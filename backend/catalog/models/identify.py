@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
+from backend.catalog.family import Family
 from backend.catalog.json_files import read_json
 from backend.catalog.lora.identify import identify_lora, is_adapter
 from backend.catalog.models import model_folder
@@ -43,7 +43,7 @@ STRANGERS = (  # what else there is, by a name that only it has
 PathLike = str | os.PathLike
 
 
-def identify_model(path: PathLike | Sequence[PathLike], families: Iterable[ModuleType]) -> ModelSpec:
+def identify_model(path: PathLike | Sequence[PathLike], families: Iterable[Family]) -> ModelSpec:
     """The model in a folder, a file or a list of files. Troubles: "not_recognised", "damaged", "missing_file"."""
     if isinstance(path, list | tuple):
         return identify_files(path, families)
@@ -63,7 +63,7 @@ def identify_model(path: PathLike | Sequence[PathLike], families: Iterable[Modul
     return _model([heap_of(group) for group in groups(files)], tuple(families), path)
 
 
-def identify_files(paths: Iterable[PathLike | Sequence[PathLike]], families: Iterable[ModuleType]) -> ModelSpec:
+def identify_files(paths: Iterable[PathLike | Sequence[PathLike]], families: Iterable[Family]) -> ModelSpec:
     """The model whose parts lie in `paths` (each a file, a component's folder, or a list of shards); any subset of
     parts."""
     heaps = []
@@ -83,7 +83,7 @@ def identify_files(paths: Iterable[PathLike | Sequence[PathLike]], families: Ite
     return _model(whole, tuple(families), first if len(heaps) == 1 else None)
 
 
-def _as_one(heaps: list[Heap], families: tuple[ModuleType, ...]) -> list[Heap]:
+def _as_one(heaps: list[Heap], families: tuple[Family, ...]) -> list[Heap]:
     """Files of which one alone is nothing are pieces of one model if they are named alike and no name is in two of
     them."""
     pieces = [heap for heap in heaps if not _is_whole(heap, families)]
@@ -95,14 +95,14 @@ def _as_one(heaps: list[Heap], families: tuple[ModuleType, ...]) -> list[Heap]:
     return [heap_of(tuple(file for heap in heaps for file in heap.files))]
 
 
-def _is_whole(heap: Heap, families: tuple[ModuleType, ...]) -> bool:
+def _is_whole(heap: Heap, families: tuple[Family, ...]) -> bool:
     try:
         return bool(_parts_of(heap, families))
     except Trouble:
         return False
 
 
-def _pipeline_folder(path: Path, families: tuple[ModuleType, ...]) -> ModelSpec:
+def _pipeline_folder(path: Path, families: tuple[Family, ...]) -> ModelSpec:
     said = read_json(path / "model_index.json") or {}
     folders = sorted({part.folder for family in families for part in family.PARTS.values()})
     heaps = [heap_of(component_files(path / name)) for name in folders if is_folder(path / name)]
@@ -115,11 +115,11 @@ def _pipeline_folder(path: Path, families: tuple[ModuleType, ...]) -> ModelSpec:
     return _assembled([piece for piece in pieces if piece[1]], families, path, tuple(evidence))
 
 
-def _parts_of(heap: Heap, families: tuple[ModuleType, ...]) -> list[Found]:
+def _parts_of(heap: Heap, families: tuple[Family, ...]) -> list[Found]:
     return find_parts(heap.tensors, heap.metadata, families, folder=heap.folder)
 
 
-def _find(heap: Heap, families: tuple[ModuleType, ...]) -> list[Found]:
+def _find(heap: Heap, families: tuple[Family, ...]) -> list[Found]:
     found = _parts_of(heap, families)
     if not found:
         raise _stranger(heap)
@@ -149,13 +149,13 @@ def _stranger(heap: Heap) -> Trouble:
     )
 
 
-def _model(heaps: list[Heap], families: tuple[ModuleType, ...], path: Path | None) -> ModelSpec:
+def _model(heaps: list[Heap], families: tuple[Family, ...], path: Path | None) -> ModelSpec:
     return _assembled([(heap, _find(heap, families)) for heap in heaps], families, path, ())
 
 
 def _assembled(
     pieces: list[tuple[Heap, list[Found]]],
-    families: tuple[ModuleType, ...],
+    families: tuple[Family, ...],
     path: Path | None,
     evidence: tuple[str, ...],
 ) -> ModelSpec:
@@ -197,12 +197,12 @@ def _assembled(
     )
 
 
-def fitting(parts: dict[str, PartSpec], variant: str, family: ModuleType) -> dict[str, PartSpec]:
+def fitting(parts: dict[str, PartSpec], variant: str, family: Family) -> dict[str, PartSpec]:
     """Of `parts`, those that `variant` has; what else lies in the files stays there."""
     return {name: part for name, part in parts.items() if family.PARTS[name].of_variant(variant)}
 
 
-def missing_of(parts: Iterable[str], variant: str | None, family: ModuleType) -> tuple[str, ...]:
+def missing_of(parts: Iterable[str], variant: str | None, family: Family) -> tuple[str, ...]:
     """Parts without which `variant` (None: it cannot be told) makes no picture."""
     return tuple(
         name
@@ -211,7 +211,7 @@ def missing_of(parts: Iterable[str], variant: str | None, family: ModuleType) ->
     )
 
 
-def _variant_of(chosen: dict[str, Found], family: ModuleType, path: Path | None) -> tuple[str | None, str, str]:
+def _variant_of(chosen: dict[str, Found], family: Family, path: Path | None) -> tuple[str | None, str, str]:
     """(variant, its title, by what) of the denoiser: by its tensors, or by what lies beside it and how it is called;
     None without one."""
     if "dit" not in chosen:
@@ -223,12 +223,12 @@ def _variant_of(chosen: dict[str, Found], family: ModuleType, path: Path | None)
     return told or (found.signature.variant, found.signature.title, "")
 
 
-def _as_variant(part: PartSpec, variant: str, family: ModuleType) -> PartSpec:
+def _as_variant(part: PartSpec, variant: str, family: Family) -> PartSpec:
     """`part` with the settings of its class that `variant` has, and its tensors do not show."""
     return replace(part, config={**part.config, **family.VARIANT_CONFIG.get(variant, {})})
 
 
-def _family_of(found: list[Found]) -> ModuleType:
+def _family_of(found: list[Found]) -> Family:
     denoisers = [one.family for one in found if one.spec.name == "dit"]
     if denoisers:
         return denoisers[0]

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
+from backend.catalog.family import Family
 from backend.catalog.formats.safetensors import read_layout
 from backend.catalog.lora.identify import identify_lora, lora_of
 from backend.catalog.lora.metadata import THUMBNAILS
@@ -32,7 +32,7 @@ Entry = LoraSpec | Trouble
 
 def scan_loras(
     folders: Iterable[Path],
-    families: Iterable[ModuleType],
+    families: Iterable[Family],
     cache: Path | None = None,
     *,
     corrections: Mapping[str, str] | None = None,
@@ -54,13 +54,13 @@ def scan_loras(
     return tuple(sorted(found, key=lambda entry: (entry.path.name.lower(), str(entry.path))))
 
 
-def lora_at(path: Path, families: tuple[ModuleType, ...], corrections: Mapping[str, str] | None = None) -> LoraSpec:
+def lora_at(path: Path, families: tuple[Family, ...], corrections: Mapping[str, str] | None = None) -> LoraSpec:
     """One LoRA file as it is listed. Raises Trouble for one that cannot be read."""
     return _corrected(identify_lora(path, families), corrections or {})
 
 
 def scan_models(
-    folders: Iterable[Path], families: Iterable[ModuleType], cache: Path | None = None
+    folders: Iterable[Path], families: Iterable[Family], cache: Path | None = None
 ) -> tuple[ModelSpec | Trouble, ...]:
     """Every model in `folders`: those in a folder of their own (diffusers layout), then single files.
 
@@ -103,7 +103,7 @@ def _corrected(entry: LoraSpec | Trouble, corrections: Mapping[str, str]) -> Lor
     return replace(entry, family=family, families_possible=(family,), evidence=("corrected by hand",))
 
 
-def _lora(path: Path, families: tuple[ModuleType, ...]) -> LoraSpec:
+def _lora(path: Path, families: tuple[Family, ...]) -> LoraSpec:
     _check_readable(path)
     spec = lora_of(path, read_layout(path), families)
     kept = {key: value[:MARK] if key in THUMBNAILS else value for key, value in spec.metadata.items()}
@@ -124,7 +124,7 @@ def _check_readable(path: Path) -> None:
         raise Trouble("unreadable", f"{name_of(path)} is no file that can be read.")
 
 
-def _model(path: Path, families: tuple[ModuleType, ...]) -> ModelSpec | None:
+def _model(path: Path, families: tuple[Family, ...]) -> ModelSpec | None:
     _check_readable(path)
     try:
         return identify_model(path, families)

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
-from backend.catalog.family import NameMap, Part, Signature
+from backend.catalog.family import Family, NameMap, Part, Signature
 from backend.catalog.formats.duplicate_tensors import check_parts, check_same
 from backend.catalog.json_files import read_json
 from backend.catalog.key_prefixes import WORDS
@@ -46,7 +45,7 @@ NOT_A_PART = ("control", "model_ema", "lora")  # beginnings under which the name
 class Found:
     """A part in a heap: which, by what, and its tensors under its own names."""
 
-    family: ModuleType
+    family: Family
     signature: Signature
     prefix: str
     spec: PartSpec
@@ -55,7 +54,7 @@ class Found:
 def find_parts(
     tensors: Mapping[str, TensorAt],
     metadata: Mapping[str, str],
-    families: Iterable[ModuleType],
+    families: Iterable[Family],
     *,
     folder: Path | None = None,
     only: str | None = None,
@@ -100,12 +99,12 @@ def _check_no_adapter(tensors: Mapping[str, TensorAt]) -> None:
             )
 
 
-def is_like(tensors: Mapping, family: ModuleType, part: str) -> bool:
+def is_like(tensors: Mapping, family: Family, part: str) -> bool:
     """Whether tensors under a part's own names (anything with a shape) can be that part of `family`."""
     return any(sign.part == part and not sign.dialect and _fits(tensors, sign, "") for sign in family.SIGNATURES)
 
 
-def _best_match(tensors: Mapping[str, TensorAt], family: ModuleType, part: str) -> tuple[Signature, str] | None:
+def _best_match(tensors: Mapping[str, TensorAt], family: Family, part: str) -> tuple[Signature, str] | None:
     best, best_score = None, -1
     for signature in family.SIGNATURES:
         if signature.part != part:
@@ -167,7 +166,7 @@ def _settings(folder: Path | None) -> dict | None:
 
 def _part_spec(
     stored: Stored,
-    family: ModuleType,
+    family: Family,
     part: Part,
     signature: Signature,
     prefix: str,
@@ -199,7 +198,7 @@ def _part_spec(
     )
 
 
-def _complete(dialect: NameMap, weights: dict, family: ModuleType) -> NameMap:
+def _complete(dialect: NameMap, weights: dict, family: Family) -> NameMap:
     """`dialect` with the rules that depend on how many blocks there are before its own."""
     modules = {name.rpartition(".")[0] for name in own_tensors(weights, dialect)}
     rules = [rule for found in family.derived_maps(dialect.part, tuple(modules)) for rule in found.rules]
@@ -225,7 +224,7 @@ def _renamed(weights: dict, scales: dict, dialect: NameMap) -> tuple[dict, dict]
     return own_weights, own_scales
 
 
-def _of_another_part(name: str, family: ModuleType, part: str) -> bool:
+def _of_another_part(name: str, family: Family, part: str) -> bool:
     """In an all-in-one file a part without a prefix must not take what lies under the others' prefixes."""
     return any(
         name.startswith(prefix)
@@ -245,7 +244,7 @@ def storage_of(tensors: Iterable[TensorAt]) -> str:
     return TORCH_NAMES.get(most, most)
 
 
-def _config(family: ModuleType, part: Part, name: str, weights: dict[str, TensorAt], folder: Path | None) -> dict:
+def _config(family: Family, part: Part, name: str, weights: dict[str, TensorAt], folder: Path | None) -> dict:
     said = read_json(folder / "config.json") if folder else None
     if said is not None and _belongs(said, part):
         inner = said.get(part.config_key) if part.config_key else None

@@ -9,8 +9,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from types import ModuleType
 
+from backend.catalog.family import Family
 from backend.catalog.spec import LoraSpec, ModelSpec, Packed, PartSpec, TensorAt
 from backend.schema.json_values import printable
 from backend.schema.messages import Trouble, trouble_from_values
@@ -25,7 +25,7 @@ PLACES = ("path", "processor")  # fields of a ModelSpec that are paths
 class Memory:
     """Answers by path, size and time, in one file; forgotten when the families or the version change."""
 
-    def __init__(self, cache: Path | None, name: str, families: tuple[ModuleType, ...]):
+    def __init__(self, cache: Path | None, name: str, families: tuple[Family, ...]):
         self.path = None if cache is None else cache / f"{name}.json"
         self.key = [VERSION, *(family.NAME for family in families)]
         self.known = _read(self.path, self.key) if self.path else {}

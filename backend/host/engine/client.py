@@ -209,7 +209,7 @@ class Engine:
                 if taken:
                     self._changed.wait(BUSY_POLL_SECONDS)
                 worker = self._begin(item) if item is not None and not taken and not self._closed else None
-            if worker is not None:
+            if worker is not None and item is not None:
                 worker.decided.wait()
                 self._hand_over(worker, item)
 

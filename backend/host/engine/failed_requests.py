@@ -24,6 +24,7 @@ def save(answer: Answer, folder: Path) -> None:
 
     A full disk loses the file; the page tells the trouble all the same.
     """
+    assert answer.trouble is not None, "only a failed request is kept"
     values = {
         "ended_at": answer.ended_at,
         "request": request_to_values(answer.request),

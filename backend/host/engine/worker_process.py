@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from backend.host.process import processes
 from backend.host.process.event_log import log_tail
@@ -30,7 +31,9 @@ class Worker:
     """
 
     process: processes.Process
-    child: subprocess.Popen
+    child: subprocess.Popen[bytes]
+    stdin: IO[bytes]
+    stdout: IO[bytes]
     decided: threading.Event = field(default_factory=threading.Event)
     ready: bool = False
     wanted_end: str = ""  # "cancel", "stop"
@@ -56,19 +59,20 @@ def start(argv: Sequence[str], places: Places) -> Worker:
     process, child = processes.start_piped(argv, log=log, cwd=places.root, env=env, mark=mark_of(places))
     with contextlib.suppress(OSError):  # only for the next studio; a full disk must not cost the picture
         write_text(places.user / "worker.json", processes.to_text(process))
-    return Worker(process, child)
+    assert child.stdin is not None and child.stdout is not None  # `start_piped` opens both
+    return Worker(process, child, child.stdin, child.stdout)
 
 
 def follow(worker: Worker, on_event: Callable[[Event], None], on_end: Callable[[int], None]) -> None:
     """Reads the worker's events in a thread of its own: `on_event` for each, then `on_end` with the exit status."""
 
     def read() -> None:
-        for line in worker.child.stdout:
+        for line in worker.stdout:
             event = from_line(line.decode("utf-8", errors="replace"))
             if event is not None:
                 on_event(event)
         code = worker.child.wait()
-        for pipe in (worker.child.stdout, worker.child.stdin):
+        for pipe in (worker.stdout, worker.stdin):
             with contextlib.suppress(OSError, ValueError):
                 pipe.close()
         on_end(code)
@@ -79,8 +83,8 @@ def follow(worker: Worker, on_event: Callable[[Event], None], on_end: Callable[[
 def send(worker: Worker, values: dict) -> None:
     """One command. A worker that is gone or going takes none: its end is told by `follow`."""
     with contextlib.suppress(OSError, ValueError):
-        worker.child.stdin.write((json.dumps(values, ensure_ascii=False) + "\n").encode("utf-8"))
-        worker.child.stdin.flush()
+        worker.stdin.write((json.dumps(values, ensure_ascii=False) + "\n").encode("utf-8"))
+        worker.stdin.flush()
 
 
 def answered(events: Sequence[Event]) -> bool:
@@ -108,7 +112,7 @@ def end(worker: Worker, places: Places, *, patience_seconds: float) -> bool:
     Returns whether all of it is gone.
     """
     with contextlib.suppress(OSError, ValueError):
-        worker.child.stdin.close()
+        worker.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
         worker.child.wait(timeout=patience_seconds)
     return processes.end_tree(worker.process, grace_seconds=2.0, mark=mark_of(places))

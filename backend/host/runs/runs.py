@@ -205,7 +205,7 @@ def kill(folder: Path, *, grace_seconds: float = 3.0) -> bool:
         stop(folder)  # so that the reading says "stopped", as was asked, and not "died"
     process, lives, _ = process_of(folder)
     ours = processes.child(process, mark=mark(folder)) if process else processes.NOBODY
-    if lives and ours is processes.NOBODY:
+    if process is not None and lives and ours is processes.NOBODY:
         raise Trouble(
             "not_ours",
             (

@@ -196,10 +196,9 @@ def _journal(folder: Path) -> Journal:
     return journal
 
 
-def _status(journal: Journal, lives: bool, stopping: bool, process, events_at: int) -> str:
-    fresh = (
-        journal.last is not None and journal.last_offset >= events_at
-    )  # an event of this life, not of an earlier one
+def _status(journal: Journal, lives: bool, stopping: bool, process: processes.Process | None, events_at: int) -> str:
+    # An event of this process, not of one before it: `events_at` is where the log ended when it was started.
+    fresh = journal.last is not None and journal.last_offset >= events_at
     if lives and not fresh:
         return "stopping" if stopping else "starting"
     if fresh and journal.finished is not None:
@@ -210,12 +209,12 @@ def _status(journal: Journal, lives: bool, stopping: bool, process, events_at: i
         return "running"
     if process is None and journal.last is None:
         return "queued"
-    if fresh and journal.last.event == "trouble":
+    if fresh and journal.last is not None and journal.last.event == "trouble":
         return "failed"
     return "stopped" if stopping else "died"
 
 
-def _run(folder: Path, journal: Journal, status: str, process) -> Run:
+def _run(folder: Path, journal: Journal, status: str, process: processes.Process | None) -> Run:
     left = None
     if status in LIVE and journal.seconds_per_step and journal.total_steps:
         left = max(0, journal.total_steps - journal.step) * journal.seconds_per_step
