@@ -41,10 +41,14 @@ class Part:
     ] = ()  # kinds of module that stay in the computing dtype when weights are stored in FP8
     for_pictures: bool = False  # called only where the variant works from pictures: a vision tower
     label: str = ""  # for people, without article ("vision tower"); "": the usual one of its name
-    taps: tuple[
-        int, ...
-    ] = ()  # of a text encoder, the hidden states (of layers counted from 1, or from the end as -2) that are used:
-    # blocks above the last of them are not loaded
+    # Of a text encoder, the hidden states that are used: after so many layers, or -2 as in transformers' `hidden_states[-2]`. Blocks above the
+    # last of them are not loaded, and its config says `num_hidden_layers` without them.
+    taps: tuple[int, ...] = ()
+
+    def blocks_below_taps(self, depth: int) -> int:
+        """How many of an encoder's `depth` blocks are loaded."""
+        reached = max((tap if tap >= 0 else depth + 1 + tap for tap in self.taps), default=depth)
+        return max(1, min(reached, depth))
 
     def of_variant(self, variant: str) -> bool:
         return not self.variants or variant in self.variants

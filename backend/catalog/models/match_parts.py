@@ -38,6 +38,7 @@ CHANGES = (
     ("oft",),
     ("diff",),
 )  # whole ones
+DEPTH = "num_hidden_layers"  # of a language model
 NOT_A_PART = ("control", "model_ema", "lora")  # beginnings under which the names of a part mean something else
 
 
@@ -187,15 +188,31 @@ def _part_spec(
             found for found in family.NAME_MAPS if found.dialect == signature.dialect and found.part == signature.part
         )
         weights, scales = _renamed(weights, scales, _complete(dialect, weights, family))
+    config = _config(family, part, signature.part, weights, folder)
+    if part.taps:
+        config, weights = _below_taps(part, config, weights)
+        scales = {name: at for name, at in scales.items() if name in weights}
     return PartSpec(
         name=signature.part,
         network=part.network,
-        config=_config(family, part, signature.part, weights, folder),
+        config=config,
         tensors=weights,
         scales=scales,
         storage=storage_of(weights.values()),
         folder=folder,
     )
+
+
+def _below_taps(part: Part, config: dict, weights: dict[str, TensorAt]) -> tuple[dict, dict[str, TensorAt]]:
+    """An encoder's configuration and tensors without the blocks above the last layer that is used."""
+    beginning = f"{part.blocks[0]}."
+    numbers = {name: name.removeprefix(beginning).partition(".")[0] for name in weights if name.startswith(beginning)}
+    depth = len(set(numbers.values()))
+    kept = part.blocks_below_taps(depth)
+    cut = {**config, DEPTH: kept}
+    if isinstance(config.get("layer_types"), list):
+        cut["layer_types"] = config["layer_types"][:kept]
+    return cut, {name: at for name, at in weights.items() if name not in numbers or int(numbers[name]) < kept}
 
 
 def _complete(dialect: NameMap, weights: dict, family: Family) -> NameMap:

@@ -233,7 +233,7 @@ def _of_name(name: str, folder: Path | None) -> ModelSizes:
         for key, variant in facts["variants"].items():
             ids = [key, variant["title"], *variant["ids"], *(one.partition("/")[2] for one in variant["ids"])]
             if wanted in (one.lower() for one in ids):
-                parts = {part: _published_part(part, said, folder) for part, said in variant["parts"].items()}
+                parts = {part: _published_part(family, part, said, folder) for part, said in variant["parts"].items()}
                 geometry = variant.get("geometry", facts["geometry"])
                 return ModelSizes(
                     family,
@@ -274,10 +274,13 @@ def _known_by_family() -> str:
     return "; ".join(lists)
 
 
-def _published_part(name: str, said: dict, folder: Path | None) -> PartSizes:
+def _published_part(family: str, name: str, said: dict, folder: Path | None) -> PartSizes:
     kind = said["network"].partition(":")[2]
     facts = published()["networks"][kind]
     depths = {block: _inner(said["config"], key) for block, key in facts["blocks"].items()}
+    described = by_name(family).PARTS.get(name)
+    if described is not None and described.taps:  # blocks above the last layer that is used are not loaded
+        depths = {block: described.blocks_below_taps(depth) for block, depth in depths.items()}
     table = next(
         (one for one in tables(folder).values() if one["network"] == kind and _made_from(one, said["config"])), None
     )
@@ -323,7 +326,9 @@ def _of_spec(spec: ModelSpec, folder: Path | None) -> ModelSizes:
     read = set(parts)
     if whole and read <= set(DENOISERS) and not spec.missing:  # a family whose other parts are not read
         parts |= {
-            name: _published_part(name, said, folder) for name, said in variant["parts"].items() if name not in parts
+            name: _published_part(spec.family, name, said, folder)
+            for name, said in variant["parts"].items()
+            if name not in parts
         }
     presumed = tuple(name for name in parts if name not in read)
     absent = spec.missing or (() if "vae" in parts else ("text_encoder", "vae"))
