@@ -1,5 +1,6 @@
 """The Python API, in the shapes that users of DiffSynth-Studio know.
 
+from backend.catalog.family import Family
 from backend.pipelines import QwenImagePipeline, ModelConfig
 
 pipe = QwenImagePipeline.from_pretrained(
@@ -16,12 +17,13 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 
 import torch
 from PIL import Image
 
 from backend import families
+from backend.catalog.family import Family
 from backend.catalog.models import model_folder
 from backend.engine.acceleration import apply
 from backend.engine.api import arguments, diffsynth_arguments
@@ -43,7 +45,7 @@ class ImagePipeline:
     """A model of one family; `from_pretrained` makes it, calling it draws. Its parts are attributes (`dit`, `text_encoder`, `vae`,
     `tokenizer`, `processor`), None where they were not given. Called on this class itself, `from_pretrained` finds the family from the files."""
 
-    family: ModuleType
+    family: Family
     usual: Mapping[str, object] = MappingProxyType({})  # defaults of a call that differ from the page's
 
     def __init__(self, pipeline: Pipeline):
@@ -140,7 +142,7 @@ class ImagePipeline:
         """One picture. What is None is the model's own default (for a seed: a random one). A width or height that the model cannot have is
         rounded up to the next one that it can, with a note.
 
-        `edit_image`: the picture that a Qwen-Image-Edit works from, from Edit-2509 on one or several; size and proportions are the (last)
+        `edit_image`: the picture or pictures that a model that edits works from; size and proportions are the (last)
         picture's, at about a million pixels, where `height` and `width` are None. `rand_device`: where noise is drawn; on the CPU a seed means the same picture on every device. `tile_size` and `tile_stride` are latent
         cells (8 pixels), and count where `tiled`. `step_cache`: above 0, steps that change little reuse an earlier one; faster, less exact.
         """
@@ -279,54 +281,21 @@ class ImagePipeline:
         )
 
 
-class QwenImagePipeline(ImagePipeline):
-    """Qwen-Image and models of its architecture."""
-
-    family = families.by_name("qwen_image")
-    usual = MappingProxyType({"num_inference_steps": 30})  # as a script for DiffSynth-Studio that names none means
-
-
-class FluxImagePipeline(ImagePipeline):
-    """FLUX.1's transformer, to look at and to put LoRA files on; it draws no pictures yet."""
-
-    family = families.by_name("flux")
-
-
-class Flux2ImagePipeline(ImagePipeline):
-    """FLUX.2's transformer, likewise."""
-
-    family = families.by_name("flux2")
+def _class_of(family: Family) -> type[ImagePipeline]:
+    """The class of a family's models, which its `PIPELINE` names."""
+    draws = "draws" if family.DRAWS else "is looked at, and LoRA files are put on it; it draws no pictures yet"
+    members = {
+        "__doc__": f"{family.TITLE}: {draws}.",
+        "__module__": __name__,
+        "family": family,
+        "usual": MappingProxyType(dict(family.PIPELINE_DEFAULTS)),
+    }
+    return type(family.PIPELINE, (ImagePipeline,), members)
 
 
-class ZImagePipeline(ImagePipeline):
-    """Z-Image's transformer, likewise."""
-
-    family = families.by_name("z_image")
-
-
-class WanVideoPipeline(ImagePipeline):
-    """Wan's transformer, likewise."""
-
-    family = families.by_name("wan")
-
-
-class StableDiffusionPipeline(ImagePipeline):
-    """Stable Diffusion 1's UNet (`unet`, or `dit`), likewise."""
-
-    family = families.by_name("sd15")
-
-
-class StableDiffusionXLPipeline(ImagePipeline):
-    """SDXL's UNet (`unet`, or `dit`), likewise."""
-
-    family = families.by_name("sdxl")
-
-
-class StableDiffusion3Pipeline(ImagePipeline):
-    """Stable Diffusion 3's transformer, likewise."""
-
-    family = families.by_name("sd3")
+PIPELINES = {family.PIPELINE: _class_of(family) for family in families.FAMILIES if family.PIPELINE}
+globals().update(PIPELINES)
 
 
 def _pipeline_of(family: str) -> type[ImagePipeline]:
-    return next(kind for kind in ImagePipeline.__subclasses__() if family == kind.family.NAME)
+    return PIPELINES[families.by_name(family).PIPELINE]

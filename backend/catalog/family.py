@@ -116,8 +116,8 @@ class LoraSign:
 
 @dataclass(frozen=True)
 class TextSign:
-    """Module names of a text encoder, by which a LoRA file without a denoiser's modules can be told: a regular expression that the flattened
-    name begins with, the input widths it may have, and what the file's prefix before it has to begin with."""
+    """Module names of a text encoder, by which a LoRA file without a denoiser's modules is known: regular expressions that the flattened
+    name and the file's prefix before it begin with, and the input widths it may have."""
 
     names: str
     widths: tuple[int, ...]
@@ -329,9 +329,8 @@ class Family(Protocol):
     LORA_NAMES: Mapping[
         str, str
     ] = {}  # layout of a file -> the dialect that its names are in, if not the first of NAME_MAPS
-    LORA_TEXT_PREFIXES: Mapping[
-        str, str
-    ] = {}  # text encoder -> how kohya's files begin its names, if not lora_te1, lora_te2, ...
+    # layout of a file -> text encoder -> how it is called there, if not lora_te1, lora_te2 ("kohya") and by its kind ("comfyui")
+    LORA_TEXT_NAMES: Mapping[str, Mapping[str, str]] = {}
     LORA_TEXT_SIGNS: tuple[
         TextSign, ...
     ] = ()  # modules of its text encoders, by which a LoRA file can be told to be for it

@@ -65,9 +65,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def parser() -> argparse.ArgumentParser:
     found = Parser(prog="python -m backend plan", description="What fits on a card, and how.", allow_abbrev=False)
-    found.add_argument(
-        "model", help="a published model's name (such as FLUX.1-dev), an id, or a model's folder or file"
-    )
+    found.add_argument("model", help="a published model's name, an id, or a model's folder or file")
     found.add_argument("--card", help="12GiB, rtx3060, ... [default: 12GiB]")
     found.add_argument("--cards", help="several, comma-separated: one line for each")
     found.add_argument("--ram", default="64", metavar="GIB", help="RAM of that machine [default: 64]")
@@ -252,7 +250,7 @@ def _model(name: str) -> ModelSpec | str:
     """A folder or file is identified, which takes the families; of an id the headers are read where its files are; else
     a published name."""
     if not name.strip():
-        raise ValueError("The model's name is empty; say something like FLUX.1-dev, or a folder.")
+        raise ValueError("The model's name is empty; say a published model's, or a folder.")
     if exists(Path(name)):
         return identify_model(Path(name), families.FAMILIES)
     if not download.is_id(name) and re.search(r"[/\\]|\.(safetensors|gguf|sft|ckpt|pt|bin)$", name):

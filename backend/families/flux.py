@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Rule, Signature, SizeRule
+from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Rule, Signature, SizeRule, TextSign
+from backend.catalog.lora.module_names import CLIP, FIRST, T5
 from backend.families._bfl_keys import DOUBLE, ENDS, SINGLE, denoiser, double_blocks, embedders, single_norms
 
 NAME = "flux"
 TITLE = "FLUX.1"
 WORDS = ("flux-1", "flux1", "flux.1", "lora_flux")
+PIPELINE = "FluxImagePipeline"
 
 PARTS = {
     "dit": denoiser("diffusers.models.transformers.transformer_flux:FluxTransformer2DModel", "time_text_embed"),
@@ -113,6 +115,7 @@ LORA_SIGNS = (
     ),
 )
 
+LORA_TEXT_SIGNS = (TextSign(CLIP, (768, 3072), FIRST), TextSign(T5, (4096, 10240)))
 LORA = LoraTargets(
     part="dit",
     presets={"attention": ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")},

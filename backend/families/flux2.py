@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Rule, Signature, SizeRule
+from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Rule, Signature, SizeRule, TextSign
+from backend.catalog.lora.module_names import DECODER
 from backend.families._bfl_keys import DOUBLE, ENDS, SINGLE, denoiser, double_blocks, embedders, single_norms
 
 NAME = "flux2"
 TITLE = "FLUX.2"
 WORDS = ("flux.2", "flux2", "flux_2", "klein")
+PIPELINE = "Flux2ImagePipeline"
 
 PARTS = {
     "dit": denoiser("diffusers.models.transformers.transformer_flux2:Flux2Transformer2DModel", "time_guidance_embed"),
@@ -86,6 +88,8 @@ LORA_SIGNS = (
         sure=False,
     ),
 )
+LORA_TEXT_SIGNS = (TextSign(DECODER, (2560, 9728)), TextSign(DECODER, (4096, 12288, 5120, 32768)))
+COMPUTE_DTYPES = ("bfloat16", "float32")  # activations leave float16's range
 LORA = LoraTargets(part="dit", presets={"attention": ("to_q", "to_k", "to_v", "to_out.0")}, default="attention")
 DEFAULTS = Defaults(request={"width": 1024, "height": 1024, "num_inference_steps": 28})
 SCHEDULER: dict = {}

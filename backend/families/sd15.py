@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Part, Signature, SizeRule
+from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Part, Signature, SizeRule, TextSign
+from backend.catalog.lora.module_names import CLIP
 from backend.families._unet_keys import unet_maps as derived_maps
 
 __all__ = ["derived_maps"]
@@ -10,6 +11,7 @@ __all__ = ["derived_maps"]
 NAME = "sd15"
 TITLE = "Stable Diffusion 1.5"
 WORDS = ("stable-diffusion-v1", "sd_v1", "sd_1.5", "sd1")
+PIPELINE = "StableDiffusionPipeline"
 
 PARTS = {
     "dit": Part(
@@ -41,6 +43,8 @@ LORA_SIGNS = (
         sure=False,
     ),
 )
+LORA_TEXT_SIGNS = (TextSign(CLIP, (768, 3072), r"lora_te_|(?!lora_te)"),)
+LORA_TEXT_NAMES = {"kohya": {"text_encoder": "lora_te"}}
 LORA = LoraTargets(part="dit", presets={"attention": ("to_q", "to_k", "to_v", "to_out.0")}, default="attention")
 DEFAULTS = Defaults(request={"width": 512, "height": 512, "num_inference_steps": 30, "guidance": 7.0})
 SCHEDULER: dict = {}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Part, Rule, Signature, SizeRule
+from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Part, Rule, Signature, SizeRule, TextSign
+from backend.catalog.lora.module_names import CLIP, FIRST, T5
 
 NAME = "sd3"
 TITLE = "Stable Diffusion 3"
 WORDS = ("stable-diffusion-3", "sd3", "sd_3")
+PIPELINE = "StableDiffusion3Pipeline"
 
 PARTS = {
     "dit": Part(
@@ -111,6 +113,7 @@ LORA_SIGNS = (
         {r"(?m)^transformer_blocks_\d+_attn_(?:to|add)_[qkv]": (1536, 2432)},
     ),
 )
+LORA_TEXT_SIGNS = (TextSign(CLIP, (768, 3072), FIRST), TextSign(CLIP, (1280, 5120)), TextSign(T5, (4096, 10240)))
 LORA = LoraTargets(part="dit", presets={"attention": ("to_q", "to_k", "to_v", "to_out.0")}, default="attention")
 DEFAULTS = Defaults(request={"width": 1024, "height": 1024, "num_inference_steps": 28, "guidance": 7.0})
 SCHEDULER: dict = {}

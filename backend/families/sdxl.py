@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Part, Signature, SizeRule
+from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Part, Signature, SizeRule, TextSign
+from backend.catalog.lora.module_names import CLIP, FIRST
 from backend.families._unet_keys import unet_maps as derived_maps
 
 __all__ = ["derived_maps"]
@@ -10,6 +11,7 @@ __all__ = ["derived_maps"]
 NAME = "sdxl"
 TITLE = "SDXL"
 WORDS = ("stable-diffusion-xl", "sdxl")
+PIPELINE = "StableDiffusionXLPipeline"
 
 PARTS = {
     "dit": Part(
@@ -55,6 +57,7 @@ LORA_SIGNS = (
     LoraSign((_BLOCKS + r"\w*transformer_blocks_[2-9]_",)),
     LoraSign((_BLOCKS,), (_CONTEXT,), sure=False),
 )
+LORA_TEXT_SIGNS = (TextSign(CLIP, (768, 3072), FIRST), TextSign(CLIP, (1280, 5120)))
 LORA = LoraTargets(part="dit", presets={"attention": ("to_q", "to_k", "to_v", "to_out.0")}, default="attention")
 DEFAULTS = Defaults(request={"width": 1024, "height": 1024, "num_inference_steps": 30, "guidance": 7.0})
 SCHEDULER: dict = {}

@@ -7,6 +7,7 @@ from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Par
 NAME = "wan"
 TITLE = "Wan"
 WORDS = ("wan2", "wan_2", "wan-2", "lora_wan")
+PIPELINE = "WanVideoPipeline"
 
 PARTS = {
     "dit": Part(

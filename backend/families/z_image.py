@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Part, Rule, Signature, SizeRule
+from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Part, Rule, Signature, SizeRule, TextSign
+from backend.catalog.lora.module_names import DECODER
 
 NAME = "z_image"
 TITLE = "Z-Image"
 WORDS = ("z-image", "zimage", "z_image")
+PIPELINE = "ZImagePipeline"
 
 PARTS = {
     "dit": Part(
@@ -63,6 +65,8 @@ LORA_SIGNS = (
     LoraSign((_BLOCK,), widths={r"_feed_forward_w2$": (10240,)}),
     LoraSign((_BLOCK,), widths={r"_adaLN_modulation_0$": (256,)}),
 )
+LORA_TEXT_SIGNS = (TextSign(DECODER, (2560, 9728)),)
+COMPUTE_DTYPES = ("bfloat16", "float32")  # activations leave float16's range
 LORA = LoraTargets(part="dit", presets={"attention": ("to_q", "to_k", "to_v", "to_out.0")}, default="attention")
 DEFAULTS = Defaults(request={"width": 1024, "height": 1024, "num_inference_steps": 9, "guidance": 1.0})
 SCHEDULER: dict = {}

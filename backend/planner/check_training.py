@@ -6,8 +6,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 
+from backend.catalog.family import Family
 from backend.catalog.formats.read import read_header
 from backend.catalog.hub.part_entries import all_meant, parts_meant, rounding_of
 from backend.catalog.lora.keys import is_adapter
@@ -27,7 +27,7 @@ Layers = Mapping[str, tuple[int, int]]  # linear layer -> (rows, columns)
 def check_training(
     config,
     sizes: ModelSizes,
-    family: ModuleType,
+    family: Family,
     *,
     spec: ModelSpec | None = None,
     known: tuple[str, ...] = (),
@@ -122,7 +122,7 @@ def _check_parts(trained: tuple[str, ...], part: str | None, there: Mapping[str,
                 raise Trouble("missing_part", f"{title} has no {name} among the files given.")
 
 
-def _check_adapter(lora, layers: Layers, family: ModuleType, part: str) -> None:
+def _check_adapter(lora, layers: Layers, family: Family, part: str) -> None:
     modules = target_modules(tuple(layers), lora.lora_target_modules, family.LORA, part=part)
     pattern_of(lora.lora_rank_pattern, "lora_rank_pattern", modules)
     pattern_of(lora.lora_alpha_pattern, "lora_alpha_pattern", modules)

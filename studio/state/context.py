@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from urllib.parse import quote
 
 import gradio as gr
 
+from backend.catalog.family import Family
 from backend.host.engine.client import Engine
 from backend.schema.paths import Places
 from backend.schema.preferences import Preferences
@@ -21,7 +21,7 @@ class Studio:
 
     places: Places
     engine: Engine
-    families: tuple[ModuleType, ...]
+    families: tuple[Family, ...]
     root_path: str = ""
     recent: dict = field(default_factory=dict, compare=False)  # what was read of the disk within the last moment
 

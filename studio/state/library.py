@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
+from backend.catalog.family import Family
 from backend.catalog.lora import fit
 from backend.catalog.models import capabilities as catalog_edits
 from backend.catalog.models import library, model_folder
@@ -140,7 +140,7 @@ def check_edits(
         catalog_edits.check(spec, module, len(request.edit_images), must=must)
 
 
-def _called(found: Sequence[ModelSpec | Trouble], value: str, studio: Studio) -> list[tuple[ModelSpec, ModuleType]]:
+def _called(found: Sequence[ModelSpec | Trouble], value: str, studio: Studio) -> list[tuple[ModelSpec, Family]]:
     """The models that a request calls `value`, each with its family."""
     specs = [
         spec for spec in found if isinstance(spec, ModelSpec) and value in (model_id(spec, studio), str(spec.path))

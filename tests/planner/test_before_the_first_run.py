@@ -13,7 +13,7 @@ from backend.families import FAMILIES
 from backend.families.qwen_image import prompt_template
 from backend.planner.costs import prompt_length, untraced_model
 from backend.planner.costs.device_speed import what_if
-from backend.planner.costs.model_sizes import sizes_of, tables
+from backend.planner.costs.model_sizes import published, sizes_of, tables
 from backend.planner.costs.phase_costs import evaluate, point_of
 from backend.planner.costs.required_traces import is_guess, missing
 from backend.planner.costs.training_method import Method, method_of, method_of_values
@@ -126,7 +126,7 @@ def test_an_autoencoder_that_was_never_traced_is_guessed_near_what_it_takes():
             point = {"h": 128, "w": 96, "f": 1 if shape == "picture" else 5}
             number, converts = (4, False) if dtype == "float32" else (2, not stage.endswith("_bare"))
             found = untraced_model.autoencoder_bytes(
-                kind, known, point, stage.removesuffix("_bare"), number, converts=converts
+                published()["networks"][kind], known, point, stage.removesuffix("_bare"), number, converts=converts
             )
             assert found == pytest.approx(evaluate(form, point), rel=0.2), (kind, key)
             seen += 1

@@ -145,7 +145,7 @@ def is_id(name: str) -> bool:
 
 def _check_words(model_id: str, pattern: str) -> None:
     if not is_id(model_id):
-        raise Trouble("bad_value", f"{model_id!r} is no model id; one looks like Qwen/Qwen-Image.")
+        raise Trouble("bad_value", f"{model_id!r} is no model id; one looks like maker/model.")
     if not _is_safe(pattern):
         raise Trouble("bad_value", f"The pattern {pattern!r} leads out of the model's folder.")
 

@@ -2,5 +2,5 @@
 
 Read: metadata, keys, peft_config, peft_patterns, alpha, block_norms, module_names, identify, module_lookup, fit,
     target_modules.
-Public: alpha, block_norms, fit, identify, keys, metadata, module_lookup, peft_config, target_modules.
+Public: alpha, block_norms, fit, identify, keys, metadata, module_lookup, module_names, peft_config, target_modules.
 """

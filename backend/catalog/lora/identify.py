@@ -181,8 +181,7 @@ def families_of(
     if not sure:
         candidates = _with_names(tuple(widths), candidates, families)
     if not candidates and not tuple(widths):
-        names = {family.NAME for family in families}
-        told = [name for name in module_names.families_of_encoders(texts) if name in names]
+        told = module_names.families_of_encoders(texts, families)
         candidates = dict.fromkeys(told, "has a text encoder with these modules")
     said = lora_facts.architecture(metadata)
     meant = [family.NAME for family in families if said and any(word in said for word in family.WORDS)]

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
+from backend.catalog.family import Family
+
 TABLES = Path(__file__).with_name("module_names.json")
 NUMBER = re.compile(r"(?<![^_])\d+(?![^_])")
 LEAVES = ("_weight", "_modulation")  # what a file may name of a module beside the module itself
@@ -64,33 +66,22 @@ def _place(text: str) -> range | frozenset[int]:
     return range(int(first), int(last) + 1) if dash else frozenset(map(int, text.split(",")))
 
 
-CLIP = re.compile(r"text_model_encoder_layers_\d+_(?:self_attn|mlp)_")
-T5 = re.compile(r"encoder_block_\d+_layer_\d+_")
-DECODER = re.compile(
-    r"(?:model_|language_model_)*layers_\d+_(?:self_attn|mlp)_"
-)  # Qwen2.5, Qwen3: encoders that are language models
-TEXTS = (  # (names, input widths, what the prefix has to be, families whose encoder it is)
-    (CLIP, (768, 3072), re.compile(r"lora_te_"), ("sd15",)),
-    (CLIP, (768, 3072), re.compile(r"lora_te1_"), ("flux", "sd3", "sdxl")),
-    (CLIP, (768, 3072), re.compile(r"(?!lora_te)"), ("flux", "sd15", "sd3", "sdxl")),
-    (CLIP, (1280, 5120), re.compile(r""), ("sd3", "sdxl")),
-    (T5, (4096, 10240), re.compile(r""), ("flux", "sd3")),
-    (DECODER, (3584, 18944), re.compile(r""), ("qwen_image",)),
-    (DECODER, (2560, 9728), re.compile(r""), ("flux2", "z_image")),
-    (DECODER, (4096, 12288, 5120, 32768), re.compile(r""), ("flux2",)),
-)
+# Beginnings of flattened names in text encoders, for families' `LORA_TEXT_SIGNS`.
+CLIP = r"text_model_encoder_layers_\d+_(?:self_attn|mlp)_"
+T5 = r"encoder_block_\d+_layer_\d+_"
+DECODER = r"(?:model_|language_model_)*layers_\d+_(?:self_attn|mlp)_"  # encoders that are language models
+FIRST = r"lora_te1_|(?!lora_te)"  # the prefix of the first of several encoders
 
 
-def families_of_encoders(texts: Iterable[tuple[str, str, int]]) -> tuple[str, ...]:
-    """The families whose text encoders have every one of `texts` (prefix, flattened name, input width); none for none
-    of them."""
-    common: set[str] | None = None
-    for prefix, name, width in texts:
-        found = {
-            family
-            for names, widths, before, families in TEXTS
-            if names.match(name) and width in widths and before.match(prefix)
-            for family in families
-        }
-        common = found if common is None else common & found
-    return tuple(sorted(common or ()))
+def families_of_encoders(texts: Iterable[tuple[str, str, int]], families: Iterable[Family]) -> tuple[str, ...]:
+    """The families whose text encoders have every one of `texts` (prefix, flattened name, input width); none for none of them."""
+    texts = tuple(texts)
+    found = (family.NAME for family in families if texts and all(_is_of(family, *one) for one in texts))
+    return tuple(sorted(found))
+
+
+def _is_of(family: Family, prefix: str, name: str, width: int) -> bool:
+    return any(
+        re.match(sign.names, name) and width in sign.widths and re.match(sign.prefix, prefix)
+        for sign in family.LORA_TEXT_SIGNS
+    )

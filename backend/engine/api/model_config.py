@@ -6,11 +6,11 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
 from backend import families
+from backend.catalog.family import Family
 from backend.catalog.hub import download
 from backend.catalog.models import model_folder
 from backend.catalog.models.identify import fitting, identify_files, missing_of
@@ -212,7 +212,7 @@ def _word(value) -> str | None:
 
 
 def identify(
-    configs: Iterable[ModelConfig], known: tuple[ModuleType, ...], pipeline_of: Callable[[str], str]
+    configs: Iterable[ModelConfig], known: tuple[Family, ...], pipeline_of: Callable[[str], str]
 ) -> tuple[ModelSpec, dict[str, VramConfig], dict[str, Loading]]:
     """The model that `configs` name together, in any order and any selection of parts, how each part is to be placed, and how some are loaded.
 
@@ -243,7 +243,7 @@ def identify(
     return model_folder.completed(replace(spec, parts=parts, missing=missing, path=None), family), placed, loading
 
 
-def _found(files: list[Path], known: tuple[ModuleType, ...], pipeline_of: Callable[[str], str]) -> ModelSpec:
+def _found(files: list[Path], known: tuple[Family, ...], pipeline_of: Callable[[str], str]) -> ModelSpec:
     """What `files` hold; a model of another family than the pipeline's is called by its name."""
     try:
         return identify_files(files, known)

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import nn
 
+from backend.catalog.family import Family
 from backend.catalog.spec import PartSpec
 from backend.engine.loading.tensor_source import open_source
 from backend.engine.lora import fuse, side_branch
@@ -56,9 +56,9 @@ class Adapters:
         self,
         modules: Mapping[str, nn.Module],
         *,
-        family: ModuleType | None = None,
+        family: Family | None = None,
         specs: Mapping[str, PartSpec] | None = None,
-        families: Iterable[ModuleType] | None = None,
+        families: Iterable[Family] | None = None,
     ):
         if families is None:
             from backend.families import FAMILIES as families

@@ -6,11 +6,11 @@ import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 
 import torch
 from torch import nn
 
+from backend.catalog.family import Family
 from backend.catalog.models import match_parts
 from backend.engine.loading.tensor_source import Source
 from backend.engine.lora.algorithms.delta import Change
@@ -96,7 +96,7 @@ def check_strength(strength: float) -> None:
         raise Trouble("bad_value", f"A LoRA's strength must be a finite number, not {strength!r}.")
 
 
-def family_of(modules: Mapping[str, nn.Module], families: Sequence[ModuleType]) -> ModuleType | None:
+def family_of(modules: Mapping[str, nn.Module], families: Sequence[Family]) -> Family | None:
     """The family whose networks these modules are; of several that share a class, the one whose parameters they have."""
     for part, module in modules.items():
         kinds = {kind.__name__ for kind in type(module).__mro__}

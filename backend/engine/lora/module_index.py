@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 from torch import nn
 
+from backend.catalog.family import Family
 from backend.catalog.lora.module_lookup import Index, Resolved, index_of_rows, resolve
 from backend.engine.quantization.layers import weight_shape
 
 __all__ = ["Index", "Resolved", "index_of", "module_rows", "resolve"]
 
 
-def index_of(module: nn.Module, part: str, family: ModuleType | None) -> Index:
+def index_of(module: nn.Module, part: str, family: Family | None) -> Index:
     """The index of a loaded part. A module counts if it has parameters of its own."""
     return index_of_rows(module_rows(module), part, family)
 

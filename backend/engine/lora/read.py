@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 
 import torch
 from torch import nn
 
+from backend.catalog.family import Family
 from backend.catalog.key_prefixes import unwrapped
 from backend.catalog.lora.alpha import alpha_rules
 from backend.catalog.lora.identify import families_of, named, outline_of
@@ -45,8 +45,8 @@ class ReadLora:
 def read_lora(
     source: Source,
     modules: Mapping[str, nn.Module],
-    family: ModuleType | None,
-    families: Sequence[ModuleType],
+    family: Family | None,
+    families: Sequence[Family],
     *,
     weight_of: Callable[[str, str], torch.Tensor] | None = None,
     first: str | None = None,
@@ -98,7 +98,7 @@ def _check_is_adapter(source: Source, grouped: Mapping, others: Sequence[str]) -
     raise Trouble("no_keys_match", f"{source.name} is not a LoRA: {what}.", hint="Is it a model? Load it as one.")
 
 
-def _indexes(modules: Mapping, family: ModuleType | None, first: str | None) -> dict:
+def _indexes(modules: Mapping, family: Family | None, first: str | None) -> dict:
     parts = list(modules) if first is None else [first, *(p for p in modules if p != first and p.startswith("text_"))]
     return {part: index_of(modules[part], part, family) for part in parts}
 
@@ -258,7 +258,7 @@ def _shape(module: nn.Module, name: str) -> tuple[int, ...] | None:
     return None if tensor is None else tuple(tensor.shape)
 
 
-def _check_family(source: Source, found: Mapping, widths: tuple, family: ModuleType | None, families: Sequence) -> None:
+def _check_family(source: Source, found: Mapping, widths: tuple, family: Family | None, families: Sequence) -> None:
     """A LoRA of another family may match a few names by chance; half of it applied is worse than an error."""
     strange = [stem for stem, place in found.items() if isinstance(place, str) and "no such module" in place]
     if family is None or len(strange) == len(found):
@@ -270,14 +270,14 @@ def _check_family(source: Source, found: Mapping, widths: tuple, family: ModuleT
         raise _other_family(source, widths, family, families, "\n".join(strange[:200]))
 
 
-def _strangers(source: Source, widths: tuple, family: ModuleType | None, families: Sequence) -> tuple[str, ...]:
+def _strangers(source: Source, widths: tuple, family: Family | None, families: Sequence) -> tuple[str, ...]:
     """The families that a LoRA can be for if the model's is not among them; metadata decides where names leave a choice."""
     by_names = families_of(widths, {}, families)[1]
     possible = families_of(widths, source.metadata, families)[1] if by_names else ()
     return possible if family is not None and family.NAME not in possible else ()
 
 
-def _other_family(source: Source, widths: tuple, family: ModuleType, families: Sequence, detail: str) -> Trouble:
+def _other_family(source: Source, widths: tuple, family: Family, families: Sequence, detail: str) -> Trouble:
     return Trouble(
         "wrong_family",
         f"{source.name} is a LoRA for {_titles(_strangers(source, widths, family, families), families)}; the model is {family.TITLE}.",
@@ -286,7 +286,7 @@ def _other_family(source: Source, widths: tuple, family: ModuleType, families: S
     )
 
 
-def _doubts(source: Source, widths: tuple, family: ModuleType | None, families: Sequence) -> tuple[str, ...]:
+def _doubts(source: Source, widths: tuple, family: Family | None, families: Sequence) -> tuple[str, ...]:
     """A note where other models have the same module names and neither widths nor metadata tell which is meant."""
     possible = families_of(widths, source.metadata, families)[1]
     if family is None or len(possible) < 2 or family.NAME not in possible:
@@ -294,12 +294,12 @@ def _doubts(source: Source, widths: tuple, family: ModuleType | None, families: 
     return (f"it could as well be for {_titles([name for name in possible if name != family.NAME], families)}",)
 
 
-def _titles(names: Sequence[str], families: Sequence[ModuleType]) -> str:
+def _titles(names: Sequence[str], families: Sequence[Family]) -> str:
     return " or ".join(named(name, families) for name in names)
 
 
 def _nothing(
-    source: Source, result: ReadLora, family: ModuleType | None, families: Sequence[ModuleType], widths: tuple
+    source: Source, result: ReadLora, family: Family | None, families: Sequence[Family], widths: tuple
 ) -> Trouble:
     model = family.TITLE if family else "this model"
     _, possible, _ = families_of(widths, source.metadata, families)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 import traceback
@@ -71,8 +72,9 @@ class Work:
         }
 
     def warm_up(self) -> None:
-        """Imports what the first request will need; two seconds that nobody waits for."""
-        import_networks("qwen_image")
+        """Imports what the first request will need, if it is for the usual model; two seconds that nobody waits for."""
+        with contextlib.suppress(Trouble):
+            import_networks(self._spec(GenerationRequest()).family)
 
     def measure_speed(self, should_stop: Callable[[], bool]) -> None:
         """Finds out once how fast the device is, for estimates of seconds; later, where others are at work or memory is short."""

@@ -25,6 +25,7 @@ from backend.catalog.family import (
     Tokenizer,
     TrainingSchedule,
 )
+from backend.catalog.lora.module_names import DECODER
 from backend.families.qwen_image.cpu_attention import MAX_TOKENS as CPU_ATTENTION_TOKENS
 from backend.families.qwen_image.cpu_attention import use_cpu_attention
 from backend.families.qwen_image.files import (
@@ -164,7 +165,8 @@ SCHEDULER = {
 }
 CACHED_BLOCKS = (CachedBlocks("transformer_blocks", ("encoder_hidden_states", "hidden_states")),)
 COMPUTE_DTYPES = ("bfloat16", "float32")  # activations leave float16's range
-LORA_TEXT_SIGNS = (TextSign(r"(?:model_|language_model_)*layers_\d+_(?:self_attn|mlp)_", (3584, 18944)),)
+LORA_TEXT_SIGNS = (TextSign(DECODER, (3584, 18944)),)
+LORA_TEXT_NAMES = {"comfyui": {"text_encoder": "qwen25_7b"}}
 SIZES = SizeRule(multiple=16, pixels=1328 * 1328)
 TRAINING_SCHEDULE = TrainingSchedule(shift=math.exp(0.8), terminal=0.02)  # at every size, as DiffSynth-Studio trains it
 

@@ -141,7 +141,7 @@ class ModelSizes:
 
 def compute_dtypes(family: str) -> tuple[str, ...]:
     """The data types that networks of a family compute in without overflow, the best first: activations of some leave float16's range."""
-    return tuple(published()["compute_dtypes"].get(family, ("bfloat16", "float16", "float32")))
+    return by_name(family).COMPUTE_DTYPES
 
 
 def fingerprint(kind: str, shapes: dict[str, tuple], blocks: tuple[str, ...], flags: tuple[str, ...] = ()) -> str:

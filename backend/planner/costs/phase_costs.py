@@ -11,7 +11,7 @@ import math
 from backend.planner.costs import acceleration_bytes, untraced_model
 from backend.planner.costs.device_speed import Speed
 from backend.planner.costs.layout import Fixed, Layout, Work, Working
-from backend.planner.costs.model_sizes import ModelSizes, PartSizes
+from backend.planner.costs.model_sizes import ModelSizes, PartSizes, published
 from backend.schema.memory_plan import DTYPE_BYTES, PhasePlan
 
 POOL = {"least": 1.2, "native": 1.6, "expandable": 1.25}
@@ -134,7 +134,12 @@ def decode(
     whole, factor = _form(part, f"{stage}{bare}/{{}}/{kind}", dtype)
     if whole is None:
         found = untraced_model.autoencoder_bytes(
-            part.kind, part.seen, point, stage, DTYPE_BYTES[dtype], converts=fixed.converts
+            published()["networks"].get(part.kind, {}),
+            part.seen,
+            point,
+            stage,
+            DTYPE_BYTES[dtype],
+            converts=fixed.converts,
         )
         return _working(found if found is not None else point["h"] * point["w"] * point["f"] * 2**17, {}, fixed)
     bytes_whole = evaluate(whole, point) * factor

@@ -17,14 +17,10 @@ ONCE = re.compile(
 TEXT_SIDE = re.compile(r"attn2\.(to_k|to_v)\.|time_emb|time_embedding|add_embedding")
 STREAM = 14  # numbers of a stream's width that a block has alive for each token: 12 to 15 in what was traced
 LEVEL = 16  # numbers of a UNet's first width for each cell: SDXL 15
-# Numbers for each pixel, in widths of the largest level: (decode in 16 bits, in float32, encode in 16 bits, in float32), of pictures and clips
-AUTOENCODERS = {
-    "AutoencoderKL": ((6.0, 6.0, 5.03, 5.03), (6.0, 6.0, 5.03, 5.03)),
-    "AutoencoderKLQwenImage": ((7.03, 6.01, 6.06, 5.04), (7.03, 6.01, 6.06, 5.04)),
-    "AutoencoderKLWan": ((18.1, 18.1, 10.1, 10.1), (3.15, 3.02, 2.3, 2.2)),
-}
-# times as much where 16-bit convolutions copy what they read: decode, encode
-CONVERTED = {"AutoencoderKL": (1.59, 1.2), "AutoencoderKLQwenImage": (1.0, 1.0), "AutoencoderKLWan": (1.17, 1.28)}
+# Of an autoencoder whose class `assets/memory/published.json` does not know: numbers for each pixel, in widths of the largest level (decode in
+# 16 bits, in float32, encode in 16 bits, in float32), of pictures and clips ("untraced"); and how many times as much it takes where 16-bit
+# convolutions copy what they read (decode, encode: "copies").
+AUTOENCODER = {"untraced": [[6.0, 6.0, 5.03, 5.03], [6.0, 6.0, 5.03, 5.03]], "copies": [1.25, 1.3]}
 
 
 @dataclass(frozen=True)
@@ -74,16 +70,18 @@ def seen(shapes: Mapping[str, tuple[int, ...]]) -> Seen:
 
 
 def autoencoder_bytes(
-    kind: str, known: Seen, point: dict, stage: str, number_bytes: int, *, converts: bool
+    facts: Mapping, known: Seen, point: dict, stage: str, number_bytes: int, *, converts: bool
 ) -> float | None:
-    """Working memory of a decode or an encode (`stage`) at `point`; None of an autoencoder whose widths the header does not tell."""
+    """Bytes of working memory of a decode or an encode (`stage`) at `point`; None of an autoencoder whose widths the header does not tell.
+    `facts`: what is published of its class."""
     width = known.decoded if stage == "decode" else known.encoded
     if not width:
         return None
     clip = point["f"] > 1
-    factors = AUTOENCODERS.get(kind, AUTOENCODERS["AutoencoderKL"])[clip]
+    facts = {**AUTOENCODER, **facts}
+    factors = facts["untraced"][clip]
     factor = factors[(0 if stage == "decode" else 2) + (number_bytes == 4)]
     if converts and number_bytes == 2:
-        factor *= CONVERTED.get(kind, (1.25, 1.3))[stage != "decode"]
+        factor *= facts["copies"][stage != "decode"]
     frames = 1 + 4 * (point["f"] - 1)
     return 64 * point["h"] * point["w"] * frames * width * factor * number_bytes

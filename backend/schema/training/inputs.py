@@ -47,7 +47,7 @@ class ModelSection:
     )
     zero_cond_t: bool = knob(
         False,
-        help="Pictures to edit are taken as free of noise, as Qwen-Image-Edit-2511 wants it. This is read from the model; said of another it is an error.",
+        help="Pictures to edit are taken as free of noise, as some models that edit want it. This is read from the model; said of another it is an error.",
         level="advanced",
     )
     initialize_model_on_cpu: bool = knob(

@@ -136,8 +136,8 @@ def check_optimizer_name(section: TrainingSection) -> None:
 class LossSection:
     timestep_sampling: str = knob(
         "scheduler",
-        help="Which noise levels are practised. scheduler: those of the family's training schedule, as DiffSynth-Studio sets it (Qwen-Image: 1000 "
-        "levels shifted by mu 0.8); shifted: those of the schedule that the model draws a picture of this size with. direct_distill draws its steps "
+        help="Which noise levels are practised. scheduler: those of the family's training schedule, as DiffSynth-Studio sets it (1000 "
+        "levels, shifted as the model was trained); shifted: those of the schedule that the model draws a picture of this size with. direct_distill draws its steps "
         "from one of the two: from the latter unless this is scheduler.",
         choices=("scheduler", "uniform", "logit_normal", "mode", "shifted"),
         level="advanced",

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
+from backend.catalog.family import Family
 from backend.catalog.hub.download import find_model, resolve
 from backend.catalog.hub.part_entries import listed_paths, split_id
 from backend.catalog.models import model_folder
@@ -36,7 +36,7 @@ class Base:
     """A model's description and family, and which entry of the command line each part came from."""
 
     spec: ModelSpec
-    family: ModuleType
+    family: Family
     entries: dict[str, str] = field(default_factory=dict)  # part -> entry of model_paths or model_id_with_origin_paths
 
 

@@ -7,10 +7,10 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
+from backend.catalog.family import Family
 from backend.catalog.lora.alpha import AlphaRules, alpha_rules
 from backend.catalog.lora.keys import split_key
 from backend.catalog.lora.peft_config import METADATA, turning_of
@@ -38,7 +38,7 @@ class Adapter:
         return max(self.ranks.values())
 
 
-def add_adapter(module: torch.nn.Module, section, family: ModuleType, *, part: str) -> Adapter:
+def add_adapter(module: torch.nn.Module, section, family: Family, *, part: str) -> Adapter:
     """Puts the adapter into `module` in place: its weights are float32 and train, all others do not."""
     peft = lazy_imports.import_module("peft")
     from backend.engine.lora import low_memory_linear
@@ -114,7 +114,7 @@ def _key(adapter: Adapter, name: str) -> str:
     return key.removesuffix(".weight") if "lora_magnitude_vector" in key else key
 
 
-def peft_metadata(adapter: Adapter, family: ModuleType) -> dict[str, str]:
+def peft_metadata(adapter: Adapter, family: Family) -> dict[str, str]:
     """How an OFT's rotations are meant, as fields of PEFT's OFTConfig; nothing for kinds whose tensors say all."""
     if adapter.algorithm != "oft":
         return {}

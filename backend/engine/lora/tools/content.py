@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
 
 import torch
 
+from backend.catalog.family import Family
 from backend.catalog.lora.alpha import alpha_rules
 from backend.catalog.lora.identify import families_of, named, outline_of
 from backend.catalog.lora.keys import Reading, group, plain, readings
@@ -192,7 +192,7 @@ def _no_weight(name: str) -> torch.Tensor:
     raise Trouble("not_supported", f"{name} is replaced as a whole, which needs the base model.")
 
 
-def family_for(source: Source, families: tuple[ModuleType, ...], name: str = "") -> ModuleType:
+def family_for(source: Source, families: tuple[Family, ...], name: str = "") -> Family:
     """The family of a LoRA: `name` if given, else as its modules and metadata say. Raises Trouble where that is not clear."""
     if name:
         found = next((family for family in families if name == family.NAME), None)

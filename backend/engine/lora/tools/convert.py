@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
+from backend.catalog.family import Family
 from backend.catalog.lora.metadata import is_ours
 from backend.catalog.models.identify import identify_model
 from backend.catalog.spec import PartSpec
@@ -40,7 +40,7 @@ def convert(
     out: Path,
     layout: str,
     *,
-    families: tuple[ModuleType, ...],
+    families: tuple[Family, ...],
     family: str = "",
     base: Path | None = None,
     overwrite: bool = False,
@@ -67,7 +67,7 @@ def convert(
     return Proof(len(contents), worst, unused)
 
 
-def base_part(path: Path, families: tuple[ModuleType, ...]) -> PartSpec:
+def base_part(path: Path, families: tuple[Family, ...]) -> PartSpec:
     """The denoiser of the model at `path`."""
     spec = identify_model(path, families)
     if "dit" not in spec.parts:

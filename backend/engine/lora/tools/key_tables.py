@@ -11,9 +11,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from types import ModuleType
 
-from backend.catalog.family import NameMap, Rule
+from backend.catalog.family import Family, NameMap, Rule
 from backend.catalog.lora.identify import outline_of
 from backend.catalog.lora.keys import Reading, plain, readings
 from backend.catalog.spec import PartSpec
@@ -28,7 +27,7 @@ NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 class Book:
     """The templates of one part of a family, and how others spell them."""
 
-    family: ModuleType
+    family: Family
     own: tuple[tuple[re.Pattern, str], ...]  # flattened pattern, template
     named: Mapping[str, Rule]  # flattened name of theirs without a number left open, rule
     rules: tuple[tuple[re.Pattern, Rule], ...]  # flattened pattern of their name, rule
@@ -67,7 +66,7 @@ def _slots(rule: Rule, numbers: tuple[str, ...]) -> tuple[Slot, ...]:
     return tuple(slots)
 
 
-def book_of(family: ModuleType, base: PartSpec | None = None, source: Source | None = None) -> Book:
+def book_of(family: Family, base: PartSpec | None = None, source: Source | None = None) -> Book:
     """The book of a family's denoiser. `base` is a model of it whose names are to be used; else `source`, a LoRA for it, may show
     in which size its network is meant, where names depend on that."""
     if base is not None:
@@ -88,7 +87,7 @@ def book_of(family: ModuleType, base: PartSpec | None = None, source: Source | N
     )
 
 
-def _config_for(family: ModuleType, source: Source | None) -> str:
+def _config_for(family: Family, source: Source | None) -> str:
     """Keyword arguments of the family's network as JSON: its own, and what the sizes in a LoRA say."""
     said = {}
     if source is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from types import ModuleType
 
+from backend.catalog.family import Family
 from backend.catalog.state_dict_keys import fill, flatten
 
 CLIP = tuple(
@@ -19,14 +19,14 @@ T5 = tuple(
         *(f"DenseReluDense.{name}" for name in ("wi", "wi_0", "wi_1", "wo")),
     )
 )
-QWEN = tuple(
+DECODER = tuple(  # encoders that are language models
     f"model.layers.{{}}.{name}"
     for name in (
         *(f"self_attn.{letter}_proj" for letter in "qkvo"),
         *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
     )
 )
-TEMPLATES = (*CLIP, *T5, *QWEN, "text_projection")
+TEMPLATES = (*CLIP, *T5, *DECODER, "text_projection")
 MARK = ":"  # between the encoder and the module in the names that contents go by
 NUMBERS = {"text_encoder": "1", "text_encoder_2": "2", "text_encoder_3": "3"}
 
@@ -48,18 +48,15 @@ def _patterns() -> tuple[tuple[re.Pattern, str], ...]:
     return tuple((re.compile(re.escape(flatten(one)).replace(r"\{\}", r"(\d+)")), one) for one in TEMPLATES)
 
 
-def text_stem(module: str, layout: str, family: ModuleType) -> str:
+def text_stem(module: str, layout: str, family: Family) -> str:
     """How a file in `layout` spells a module of an encoder."""
     component, _, name = module.partition(MARK)
     number = NUMBERS[component]
     if layout == "diffusers":
         return f"{component}.{name}"
+    own = family.LORA_TEXT_NAMES.get(layout, {}).get(component)
     if layout == "kohya":
-        return f"lora_te{'' if family.NAME == 'sd15' else number}_{flatten(name)}"
-    if name.startswith("encoder.block."):
-        called = "t5xxl"
-    elif name.startswith("model.layers."):
-        called = "qwen25_7b"
-    else:
-        called = "clip_g" if number == "2" else "clip_l"
-    return f"text_encoders.{called}.transformer.{name}"
+        return f"{own or f'lora_te{number}'}_{flatten(name)}"
+    if own is None and name.startswith("encoder.block."):
+        own = "t5xxl"
+    return f"text_encoders.{own or ('clip_g' if number == '2' else 'clip_l')}.transformer.{name}"
