@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from backend.schema.json_values import LAST_TIME, finite, parse_json, text
 
@@ -17,6 +18,8 @@ class Trouble(Exception):
     `kind` is a short stable word for programs ("missing_file", "out_of_memory", ...), `message` one sentence that names
     what is wrong and with which value, `hint` what to do about it, `detail` the technical remainder (may be long).
     """
+
+    path: Path | None = None  # the file that it is about, in a listing of files
 
     def __init__(self, kind: str, message: str, *, hint: str = "", detail: str = ""):
         super().__init__(message)

@@ -64,32 +64,34 @@ def read_gguf(path: Path) -> Header:
     with path.open("rb") as file:
         reader = _Reader(path, file)
         reader.take(4)
-        version = reader.number("<I")
+        version = reader.integer("<I")
         if version not in (2, 3):
             raise damaged(path, f"is GGUF version {version}; versions 2 and 3 are read.")
         num_tensors, num_values = reader.count(), reader.count()
         values = {}
         for _ in range(num_values):
             name = reader.string()
-            values[name] = reader.value(reader.number("<I"))
+            values[name] = reader.value(reader.integer("<I"))
         described = [_description(reader) for _ in range(num_tensors)]
         alignment = values.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 0 < alignment <= 2**20:
             raise damaged(path, f"gives an alignment of {str(alignment)[:40]}.")
         start = -(-file.tell() // alignment) * alignment
-    tensors = {name: _located(reader, start, name, *rest, values) for name, *rest in described}
+    tensors = {
+        name: _located(reader, start, name, shape, kind, offset, values) for name, shape, kind, offset in described
+    }
     return Header(path, tensors, {key: str(value) for key, value in values.items()}, container="gguf")
 
 
 def _description(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
     name = reader.string()
-    num_dimensions = reader.number("<I")
+    num_dimensions = reader.integer("<I")
     if num_dimensions > 8:
         raise damaged(reader.path, f"gives tensor {name[:120]!r} {num_dimensions} dimensions.")
-    shape = tuple(reader.number("<Q") for _ in range(num_dimensions))[::-1]
+    shape = tuple(reader.integer("<Q") for _ in range(num_dimensions))[::-1]
     if math.prod(filter(None, shape)) >= LARGEST:  # though it may have no elements
         raise damaged(reader.path, f"gives tensor {name[:120]!r} the shape {list(shape)}.")
-    return name, shape, reader.number("<I"), reader.number("<Q")
+    return name, shape, reader.integer("<I"), reader.integer("<Q")
 
 
 def _located(reader: _Reader, start: int, name: str, shape: tuple, kind: int, offset: int, values: dict) -> TensorAt:
@@ -128,29 +130,33 @@ class _Reader:
             raise damaged(self.path, f"ends inside its header at byte {self.file.tell()}.")
         return data
 
-    def number(self, form: str) -> int | float | bool:
+    def scalar(self, form: str) -> int | float | bool:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
+    def integer(self, form: str) -> int:
+        """An unsigned number: `form` is "<I" (32 bits) or "<Q" (64 bits)."""
+        return int(self.scalar(form))
+
     def count(self) -> int:
-        count = self.number("<Q")
+        count = self.integer("<Q")
         if count > MOST_ENTRIES:
             raise damaged(self.path, f"promises {count} entries.")
         return count
 
     def string(self) -> str:
-        length = self.number("<Q")
+        length = self.integer("<Q")
         if length > LONGEST_STRING:
             raise damaged(self.path, f"promises a text of {length} bytes.")
         return self.take(length).decode("utf-8", errors="replace")
 
     def value(self, kind: int, depth: int = 0) -> object:
         if kind in SCALARS:
-            return self.number(SCALARS[kind])
+            return self.scalar(SCALARS[kind])
         if kind == STRING:
             return self.string()
         if kind != ARRAY or depth > 3:
             raise damaged(self.path, f"holds a value of the unknown type {kind}.")
-        inner, length = self.number("<I"), self.number("<Q")
+        inner, length = self.integer("<I"), self.integer("<Q")
         if inner in SCALARS:
             return self._numbers(SCALARS[inner], length)
         if length > MOST_ENTRIES:

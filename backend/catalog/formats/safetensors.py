@@ -91,6 +91,8 @@ def _parse(path: Path, text: bytes) -> tuple[dict, dict[str, str]]:
         entries = parse_json(text.decode("utf-8"))
     except ValueError as error:  # broken JSON, broken UTF-8, a number of thousands of digits
         raise damaged(path, f"has a header that is not valid JSON ({str(error)[:80]}).") from None
+    if not isinstance(entries, dict):
+        raise damaged(path, "has a header that is not a JSON object.")
     metadata = entries.pop("__metadata__", None)
     if metadata is None:
         metadata = {}
@@ -135,6 +137,8 @@ def _check_entries(path: Path, entries: dict, held: int) -> None:
 
 def _span(path: Path, name: str, entry: object) -> tuple[int, int]:
     try:
+        if not isinstance(entry, dict):
+            raise TypeError("an entry is a JSON object")
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         bits = DTYPE_BITS[dtype]
         whole = type(begin) is int and type(end) is int and 0 <= begin <= end < LARGEST

@@ -82,8 +82,9 @@ class _Table(dict):
 
 
 def _tensor(storage=None, offset=0, size=(), stride=(), *rest) -> _Tensor | None:
-    whole = isinstance(storage, _Storage) and isinstance(offset, int) and isinstance(size, tuple)
-    return _Tensor(storage, offset, size, stride) if whole else None
+    if isinstance(storage, _Storage) and isinstance(offset, int) and isinstance(size, tuple):
+        return _Tensor(storage, offset, size, stride)
+    return None
 
 
 def _parameter(data=None, *rest) -> object:

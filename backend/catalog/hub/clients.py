@@ -29,14 +29,15 @@ def _fetch_modelscope(model_id: str, root: Path, names: list[str], tell: OnDone)
 
     done, lock = 0, threading.Lock()  # several files arrive at once
 
-    class Told(ProgressCallback):
+    class Progress(ProgressCallback):
         def update(self, size: int) -> None:
             nonlocal done
             with lock:
                 done += size
-                tell(done)
+                if tell is not None:
+                    tell(done)
 
-    callbacks = [Told] if tell else None
+    callbacks: list[type[ProgressCallback]] | None = [Progress] if tell else None
     snapshot_download(model_id, local_dir=str(root), allow_file_pattern=names, progress_callbacks=callbacks)
 
 
@@ -57,11 +58,12 @@ def _fetch_huggingface(model_id: str, root: Path, names: list[str], tell: OnDone
 
     done = 0
 
-    class Told(tqdm):
+    class Progress(tqdm):
         def update(self, n=1):
             nonlocal done
-            done += n or 0
-            tell(done)
+            done += int(n or 0)
+            if tell is not None:
+                tell(done)
             return super().update(n)
 
     commit = HfApi().model_info(model_id).sha
@@ -72,7 +74,7 @@ def _fetch_huggingface(model_id: str, root: Path, names: list[str], tell: OnDone
             got = file.seek(0, os.SEEK_END)
             done += got
             url = hf_hub_url(model_id, name, revision=commit)
-            http_get(url, file, resume_size=got, headers=build_hf_headers(), tqdm_class=Told if tell else None)
+            http_get(url, file, resume_size=got, headers=build_hf_headers(), tqdm_class=Progress if tell else None)
             file.flush()
             os.fsync(file.fileno())
         (root / name).parent.mkdir(parents=True, exist_ok=True)

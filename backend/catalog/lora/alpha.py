@@ -97,13 +97,15 @@ def _by_module(fields: Mapping[str, object], key: str, names: tuple[str, ...], s
     patterns = fields.get(key)
     if not isinstance(patterns, dict) or not patterns:
         return {}
-    numbers = {str(entry): number(value) for entry, value in patterns.items()}
-    for entry, value in numbers.items():
-        if value is None:
+    numbers: dict[str, float] = {}
+    for entry, value in patterns.items():
+        found_number = number(value)
+        if found_number is None:
             raise Trouble(
                 "bad_value",
-                f"{source}: {key} says {str(patterns.get(entry))[:60]!r} for {entry[:200]!r}, which is no number.",
+                f"{source}: {key} says {str(value)[:60]!r} for {str(entry)[:200]!r}, which is no number.",
                 hint="Correct it there; nothing was changed.",
             )
+        numbers[str(entry)] = found_number
     found = matching(numbers, names, source)
     return {name: numbers[entry] for name, entry in found.items() if entry is not None}

@@ -241,7 +241,7 @@ def readings(stem: str) -> Iterator[Reading]:
         match = _PREFIX.match(name)
         if not match or match.end() == len(name):
             return
-        said = _COMPONENTS[match.lastindex - 1]
+        said = _COMPONENTS[(match.lastindex or 1) - 1]
         component = said or component
         prefix, name = prefix + match.group(), name[match.end() :]
         yield Reading(name, component, prefix)

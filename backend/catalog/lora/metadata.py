@@ -31,6 +31,8 @@ def table(metadata: Mapping[str, str], key: str) -> dict:
 
 def number(text: object) -> float | None:
     """A finite number, or None ("None", "Dynamic", nonsense)."""
+    if not isinstance(text, str | int | float):
+        return None
     try:
         value = float(text)
     except (TypeError, ValueError, OverflowError):
@@ -65,7 +67,7 @@ def trigger_words(metadata: Mapping[str, str], path: Path | None = None) -> tupl
     for tags in frequency.values():
         if isinstance(tags, dict) and tags:
             counted = {tag: number(count) or 0.0 for tag, count in tags.items()}
-            words[max(counted, key=counted.get).strip()] = None
+            words[max(counted, key=lambda tag: counted[tag]).strip()] = None
     if not words:
         words = dict.fromkeys(_words_beside(path)) if path else {}
     return tuple(word for word in words if word)[:MOST_WORDS]
@@ -75,7 +77,8 @@ def _words(text: str) -> tuple[str, ...]:
     if text.lstrip().startswith("["):
         try:
             listed = parse_json(text[:LONGEST_JSON])
-            return tuple(str(word).strip() for word in listed if str(word).strip())[:MOST_WORDS]
+            if isinstance(listed, list):
+                return tuple(str(word).strip() for word in listed if str(word).strip())[:MOST_WORDS]
         except ValueError:
             pass
     return tuple(word.strip() for word in text[:2000].split(",") if word.strip())[:MOST_WORDS]

@@ -144,13 +144,14 @@ def _from_fields(fields: Mapping[str, object], where: str, name: str) -> Turning
     for key in ("use_cayley_neumann", "coft"):
         if str(fields.get(key, False)).lower() not in ("true", "false", "1", "0", "none"):
             raise _meaningless(key, fields[key], where, name)
-    if isinstance(terms, bool) or number(terms) is None or not 1 <= number(terms) <= MOST_TERMS or number(terms) % 1:
+    count = None if isinstance(terms, bool) else number(terms)
+    if count is None or not 1 <= count <= MOST_TERMS or count % 1:
         raise _meaningless("num_cayley_neumann_terms", terms, where, name)
     if eps is None or eps < 0:
         raise _meaningless("eps", fields.get("eps"), where, name)
     old = truth(neumann) and where == CONFIG and not fields.get("peft_version")
     note = "OFT: adapter_config.json names no version of PEFT; before 0.18 the series' last term was meant twice"
-    return Turning(not truth(neumann), int(number(terms)), truth(fields.get("coft")), eps, where, note if old else "")
+    return Turning(not truth(neumann), int(count), truth(fields.get("coft")), eps, where, note if old else "")
 
 
 def _meaningless(key: str, value: object, where: str, name: str) -> Trouble:

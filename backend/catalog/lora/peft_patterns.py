@@ -79,7 +79,7 @@ def _compiled(entry: str, source: str) -> re.Pattern:
 
 def _may_be_slow(entry: str) -> bool:
     """Whether an expression has repeats within repeats, a reference to a group, or many repeats of open length."""
-    parser = re._parser
+    parser = re._parser  # pyright: ignore[reportAttributeAccessIssue]  # Python has no public one
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tree = parser.parse(entry)
@@ -128,13 +128,12 @@ def _tried(entries: tuple[str, ...], names: tuple[str, ...], source: str) -> dic
         stderr=subprocess.DEVNULL,
         bufsize=0,  # so that nothing that was sent is held back here when the rest is read
     )
+    assert process.stdin is not None and process.stdout is not None
     process.stdin.write(json.dumps([entries, names]).encode())
     process.stdin.close()
     process.stdin = None
-    while process.stdout.read(1) not in (
-        b"\n",
-        b"",
-    ):  # it has begun: what starting took on a busy machine does not count
+    # Until it has begun: what starting took on a busy machine does not count.
+    while process.stdout.read(1) not in (b"\n", b""):
         pass
     try:
         said, _ = process.communicate(timeout=SECONDS)

@@ -55,8 +55,10 @@ def pattern_of(text: str | None, flag: str, modules: Iterable[str]) -> dict[str,
     if not text:
         return {}
     try:
-        pattern = parse_json(text)
-        pattern = {str(end): float(value) for end, value in pattern.items()}
+        parsed = parse_json(text)
+        if not isinstance(parsed, dict):
+            raise TypeError("no JSON object")
+        pattern = {str(end): float(value) for end, value in parsed.items()}
     except (ValueError, TypeError, AttributeError, OverflowError):
         raise Trouble("bad_value", f"--{flag} is {text!r}, not a JSON object of names and numbers.") from None
     for end in pattern:

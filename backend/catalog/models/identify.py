@@ -45,7 +45,7 @@ PathLike = str | os.PathLike
 
 def identify_model(path: PathLike | Sequence[PathLike], families: Iterable[Family]) -> ModelSpec:
     """The model in a folder, a file or a list of files. Troubles: "not_recognised", "damaged", "missing_file"."""
-    if isinstance(path, list | tuple):
+    if not isinstance(path, str | os.PathLike):
         return identify_files(path, families)
     path = Path(path)
     if not exists(path):
@@ -68,7 +68,7 @@ def identify_files(paths: Iterable[PathLike | Sequence[PathLike]], families: Ite
     parts."""
     heaps = []
     for path in paths:
-        if isinstance(path, list | tuple):
+        if not isinstance(path, str | os.PathLike):
             heaps.append(heap_of(tuple(Path(shard) for shard in path)))
         elif is_folder(Path(path)):
             heaps.append(heap_of(component_files(Path(path))))

@@ -41,17 +41,22 @@ def scan_loras(
 
     `cache`: the folder that remembers. `corrections`: path -> family as people have corrected it (`read_corrections`).
     """
-    families = tuple(families)
-    memory = Memory(cache, "loras", families)
+    known = tuple(families)
+    memory = Memory(cache, "loras", known)
 
-    def look(path: Path, status: os.stat_result) -> LoraSpec | Trouble:
-        return memory.recall(path, status, lambda: _lora(path, families), lora_from_values)
+    def look(path: Path, status: os.stat_result) -> LoraSpec | Trouble | None:
+        return memory.recall(path, status, lambda: _lora(path, known), lora_from_values)
 
-    found = [look(path, status) for path, status in _files(folders, (".safetensors",))]
+    found = [entry for path, status in _files(folders, (".safetensors",)) if (entry := look(path, status)) is not None]
     memory.save()
     if corrections:
-        found = [_corrected(spec, corrections) for spec in found]
-    return tuple(sorted(found, key=lambda entry: (entry.path.name.lower(), str(entry.path))))
+        found = [entry if isinstance(entry, Trouble) else _corrected(entry, corrections) for entry in found]
+    return tuple(sorted(found, key=_by_name))
+
+
+def _by_name(entry: LoraSpec | Trouble) -> tuple[str, str]:
+    assert entry.path is not None, "an entry of a listing has its file's path"
+    return entry.path.name.lower(), str(entry.path)
 
 
 def lora_at(path: Path, families: tuple[Family, ...], corrections: Mapping[str, str] | None = None) -> LoraSpec:
@@ -96,9 +101,9 @@ def correct_family(user: Path, path: Path, family: str) -> None:
     write_json(user / CORRECTIONS, values)
 
 
-def _corrected(entry: LoraSpec | Trouble, corrections: Mapping[str, str]) -> LoraSpec | Trouble:
+def _corrected(entry: LoraSpec, corrections: Mapping[str, str]) -> LoraSpec:
     family = corrections.get(str(entry.path))
-    if not family or isinstance(entry, Trouble):
+    if not family:
         return entry
     return replace(entry, family=family, families_possible=(family,), evidence=("corrected by hand",))
 

@@ -233,7 +233,7 @@ def _renamed(weights: dict, scales: dict, dialect: NameMap) -> tuple[dict, dict]
         if scale is None:
             continue
         several = bool(scale.shape) and scale.shape[0] > 1
-        cut = own_tensors({name: scale}, dialect) if several else dict.fromkeys(pieces, scale)
+        cut: dict[str, TensorAt] = own_tensors({name: scale}, dialect) if several else {own: scale for own in pieces}
         for own, piece in cut.items() if several else ():
             if pieces[own].shape[0] * scale.shape[0] != piece.shape[0] * at.shape[0]:
                 raise Trouble("not_supported", f"{at.file.name} keeps blocks of {name} that lie across its parts.")

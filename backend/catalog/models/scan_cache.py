@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from backend.catalog.family import Family
 from backend.catalog.spec import LoraSpec, ModelSpec, Packed, PartSpec, TensorAt
@@ -19,6 +20,7 @@ from backend.schema.untrusted import name_of, read_object_or_empty
 
 MOST_MEMORY_BYTES = 2**29
 VERSION = 6  # of what is remembered: raised when recognition changes
+Spec = TypeVar("Spec", LoraSpec, ModelSpec)
 PLACES = ("path", "processor")  # fields of a ModelSpec that are paths
 
 
@@ -32,9 +34,17 @@ class Memory:
         self.seen: dict[str, dict] = {}
         self.changed = False
 
-    def recall(self, path: Path, status: os.stat_result, look: Callable, rebuild: Callable):
-        """What `look()` says of `path`, or what was remembered of this very size and time; a Trouble is an answer
-        too."""
+    def recall(
+        self,
+        path: Path,
+        status: os.stat_result,
+        look: Callable[[], Spec | None],
+        rebuild: Callable[[dict, Path], Spec],
+    ) -> Spec | Trouble | None:
+        """The cached answer for `path` if its size and mtime are those it was read at, else that of `look()`.
+
+        A Trouble that `look` raises is an answer too, and cached. `rebuild` makes a spec of its cached values.
+        """
         name, stamp = os.fspath(path), [status.st_size, status.st_mtime_ns]
         kept = self.known.get(name)
         if isinstance(kept, dict) and kept.get("stamp") == stamp:
@@ -108,7 +118,7 @@ def write_json(path: Path, values: dict) -> None:
             making.unlink(missing_ok=True)
 
 
-def _rebuilt(kept: dict, path: Path, rebuild: Callable):
+def _rebuilt(kept: dict, path: Path, rebuild: Callable[[dict, Path], Spec]) -> Spec | Trouble | None:
     if isinstance(kept.get("trouble"), dict):
         return placed(trouble_from_values(kept["trouble"]), path)
     return None if "none" in kept else rebuild(kept["spec"], path)
@@ -132,7 +142,7 @@ def _values(spec: LoraSpec | ModelSpec) -> dict:
 
 def lora_from_values(values: dict, path: Path) -> LoraSpec:
     """The spec that was remembered. Raises one of several errors where the values are of other types."""
-    plain = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
     return checked(LoraSpec(path=path, **plain))
 
 
@@ -181,14 +191,14 @@ def _part_from_values(values: dict) -> PartSpec:
         )
 
     folder = values.pop("folder")
-    read = {"tensors": tensors(values.pop("tensors")), "scales": tensors(values.pop("scales"))}
-    return checked(PartSpec(**values, **read, folder=Path(folder) if folder else None))
+    weights, scales = tensors(values.pop("tensors")), tensors(values.pop("scales"))
+    return checked(PartSpec(**values, tensors=weights, scales=scales, folder=Path(folder) if folder else None))
 
 
 def model_from_values(values: dict, path: Path) -> ModelSpec:
     values = dict(values)
     parts = {name: _part_from_values(dict(part)) for name, part in values.pop("parts").items()}
-    places = {name: Path(found) if (found := values.pop(name)) else None for name in PLACES}
+    places: dict[str, Any] = {name: Path(found) if (found := values.pop(name)) else None for name in PLACES}
     tokenizers = {name: Path(folder) for name, folder in values.pop("tokenizers").items()}
-    plain = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
     return checked(ModelSpec(parts=parts, tokenizers=tokenizers, **places, **plain))

@@ -93,7 +93,7 @@ def _note(layer: Layer, found: Stored) -> None:
 
 
 def _decide(layer: Layer) -> Decision:
-    plain = layer.weight is not None and (layer.weight.dtype in FLOATS or layer.weight.dtype.startswith("GGUF"))
+    plain = layer.weight is not None and (layer.stored.dtype in FLOATS or layer.stored.dtype.startswith("GGUF"))
     if plain:
         return _plain(layer)
     if layer.about.broken:
@@ -112,11 +112,11 @@ def _decide(layer: Layer) -> Decision:
         )
     if decision.at is layer.weight and not layer.entry:
         about, scaled = layer.about, decision.scale is not None
-        stray = about.stray_marker if not scaled or layer.weight.dtype == "I8" else ""
+        stray = about.stray_marker if not scaled or layer.stored.dtype == "I8" else ""
         stray = stray or ("" if scaled else about.stray_factor)
         if stray:
             raise refusal(layer, f"{_codes(layer)}, while {stray} belongs to no weight that is there")
-    if layer.about.marked_int8 and not layer.entry and layer.weight is not None and layer.weight.dtype == "I8":
+    if layer.about.marked_int8 and not layer.entry and layer.weight is not None and layer.stored.dtype == "I8":
         raise refusal(layer, "I8 without a marker, while others have one, which says whether they are rotated")
     _check_scaled(layer, decision)
     return decision
@@ -135,15 +135,15 @@ def _plain(layer: Layer) -> Decision:
         if role in INNOCENT or role in ACTIVATIONS or role in MARKERS or role in factors.HARMLESS:
             continue
         known = role in COMPANIONS or role.startswith(("weight.", "_weight_"))
-        if len(layer.weight.shape) > 1 and (known or SUSPECT.fullmatch(role)):
-            what = layer.weight.dtype.replace("GGUF_", "GGUF ")
+        if len(layer.stored.shape) > 1 and (known or SUSPECT.fullmatch(role)):
+            what = layer.stored.dtype.replace("GGUF_", "GGUF ")
             raise refusal(layer, f"{what} with {role!r} beside it, and what that does to the weight is unknown")
     if any(role in layer.tensors for role in MARKERS):
         said = layer.entry.get("format", layer.entry.get("unreadable"))
-        if said is not None and len(layer.weight.shape) > 1:
-            raise refusal(layer, f"{layer.weight.dtype}, while its marker says {str(said)[:60]}: they disagree")
+        if said is not None and len(layer.stored.shape) > 1:
+            raise refusal(layer, f"{layer.stored.dtype}, while its marker says {str(said)[:60]}: they disagree")
     if layer.entry.get("convrot"):
-        raise refusal(layer, f"{layer.weight.dtype}, while the header says that it is rotated (ConvRot)")
+        raise refusal(layer, f"{layer.stored.dtype}, while the header says that it is rotated (ConvRot)")
     return Decision(layer.weight)
 
 

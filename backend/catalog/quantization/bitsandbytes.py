@@ -36,9 +36,9 @@ def _four_bits(layer: Layer, states: list[str]) -> Decision:
     said = _state(layer, title, states[0])
     shape, block = tuple(said["shape"]), said["blocksize"]
     count = math.prod(shape)
-    if math.prod(layer.weight.shape) != (count + 1) // 2 or layer.weight.dtype not in ("U8", "I8"):
+    if math.prod(layer.stored.shape) != (count + 1) // 2 or layer.stored.dtype not in ("U8", "I8"):
         raise refusal(
-            layer, f"{title} of the shape {list(shape)}, but it is {layer.weight.dtype} of {list(layer.weight.shape)}"
+            layer, f"{title} of the shape {list(shape)}, but it is {layer.stored.dtype} of {list(layer.stored.shape)}"
         )
     blocks = -(-count // block)
     roles = {"weight": "weight", "absmax": "weight.absmax", "levels": "weight.quant_map"}
@@ -65,12 +65,14 @@ def _state(layer: Layer, title: str, role: str) -> Mapping:
         raise refusal(layer, f"{title}, whose shapes stand in the file's data, which is not on this machine")
     try:
         said = small_tensors.said(at)
-        fine = isinstance(said, dict) and set(said) <= set(KNOWN)
+        if not isinstance(said, dict):
+            raise ValueError("no table")
+        fine = set(said) <= set(KNOWN)
         fine = fine and type(said["blocksize"]) is int and said["blocksize"] > 0 and isinstance(said["shape"], list)
         fine = fine and all(type(size) is int and size > 0 for size in said["shape"])
         fine = fine and said["quant_type"] == role.removeprefix(STATE)
     except (ValueError, KeyError):
-        fine = False
+        said, fine = {}, False
     if not fine:
         raise refusal(layer, f"{title} with a quant state that cannot be understood")
     return said
@@ -79,12 +81,12 @@ def _state(layer: Layer, title: str, role: str) -> Mapping:
 def _eight_bits(layer: Layer) -> Decision:
     title = "bitsandbytes INT8"
     check_roles(layer, title, ("weight", "SCB"))
-    rows = layer.weight.shape[0] if layer.weight.shape else 0
-    if layer.weight.dtype != "I8" or len(layer.weight.shape) != 2:
-        raise refusal(layer, f"{title}, but its weight is {layer.weight.dtype} {list(layer.weight.shape)}")
+    rows = layer.stored.shape[0] if layer.stored.shape else 0
+    if layer.stored.dtype != "I8" or len(layer.stored.shape) != 2:
+        raise refusal(layer, f"{title}, but its weight is {layer.stored.dtype} {list(layer.stored.shape)}")
     check_tensor(layer, title, "SCB", FLOATS, (rows,))
     order = layer.tensors.get("weight_format")
     if order is not None and (order.nbytes > 8 or (not is_far(order.file) and any(small_tensors.read_bytes(order)))):
         raise refusal(layer, f"{title} in another order than by rows")
     roles = {"weight": "weight", "scale": "SCB"}
-    return packed(layer, "bitsandbytes_int8", title, roles, layer.weight.shape, also=("weight_format",))
+    return packed(layer, "bitsandbytes_int8", title, roles, layer.stored.shape, also=("weight_format",))

@@ -25,7 +25,7 @@ def match(layer: Layer) -> Decision | None:
     form = layer.entry.get("format")
     if form == "int8_tensorwise" and layer.entry.get("convrot"):
         return _convrot_int8(layer)
-    if form in FORMS:
+    if isinstance(form, str) and form in FORMS:
         title, read = FORMS[form]
         return read(layer, title)
     return None
@@ -146,10 +146,10 @@ def kept_rows(layer: Layer, rows: int, multiple: int) -> int:
 
 
 def _matrix(layer: Layer, title: str, dtype: str) -> tuple[int, int]:
-    at = layer.weight
+    at = layer.stored
     if at.dtype != dtype or len(at.shape) != 2:
         raise refusal(layer, f"{at.dtype} {list(at.shape)}, while its marker says {title}: they disagree")
-    return tuple(at.shape)
+    return at.shape[0], at.shape[1]
 
 
 def _whole(layer: Layer, title: str, key: str, default: int) -> int:

@@ -200,7 +200,7 @@ def _layers_of(text: str | None) -> tuple[dict[str, object], str]:
     except ValueError:
         return {}, f"the header's {LAYERS} is cut off or no JSON"
     layers = said.get("layers") if isinstance(said, dict) else None
-    if not isinstance(layers, dict):
+    if not isinstance(said, dict) or not isinstance(layers, dict):
         return {}, f"the header's {LAYERS} has no table of layers"
     unknown = next((key for key in said if key not in TOLD), None)
     if unknown is not None:

@@ -58,6 +58,11 @@ class Layer:
         return self.tensors.get("weight")
 
     @property
+    def stored(self) -> TensorAt:
+        """`weight`, of a layer that is known to have one (every form checks that before it looks at dtype and shape)."""
+        return self.tensors["weight"]
+
+    @property
     def file(self) -> str:
         return next(iter(self.tensors.values())).file.name
 

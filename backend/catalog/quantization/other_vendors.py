@@ -28,9 +28,9 @@ def modelopt(layer: Layer) -> Decision | None:
     if layer.about.method != "modelopt" or layer.entry.get("format", "nvfp4") != "nvfp4":
         raise refusal(layer, "NVFP4, and nothing says in which order its codes and scales lie")
     check_roles(layer, title, ("weight", "weight_scale"))
-    if layer.weight.dtype != "U8" or len(layer.weight.shape) != 2 or layer.weight.shape[1] % 8:
-        raise refusal(layer, f"{title}, but its weight is {layer.weight.dtype} {list(layer.weight.shape)}")
-    rows, half = layer.weight.shape
+    if layer.stored.dtype != "U8" or len(layer.stored.shape) != 2 or layer.stored.shape[1] % 8:
+        raise refusal(layer, f"{title}, but its weight is {layer.stored.dtype} {list(layer.stored.shape)}")
+    rows, half = layer.stored.shape
     plain, tiles = (rows, half // 8), tiled(rows, half // 8)
     check_tensor(layer, title, "weight_scale", ("F8_E4M3", "U8"), plain, tiles)
     check_tensor(layer, title, "weight_scale_2", ("F32",), (), (1,), (1, 1))

@@ -23,9 +23,10 @@ def match(layer: Layer) -> Decision | None:
 
 
 def _bytes(layer: Layer) -> Decision:
-    at = layer.tensors.get(DATA)
-    title = "quanto qint8" if at is None or at.dtype == "I8" else "quanto qfloat8"
+    known = layer.tensors.get(DATA)
+    title = "quanto qint8" if known is None or known.dtype == "I8" else "quanto qfloat8"
     check_roles(layer, title, (DATA, SCALE))
+    at = layer.tensors[DATA]
     check_tensor(layer, title, DATA, ("I8", "F8_E4M3", "F8_E5M2"))
     rows = at.shape[0] if at.shape else 0
     ones = (1,) * (len(at.shape) - 1)

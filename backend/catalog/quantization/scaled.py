@@ -43,7 +43,7 @@ SAID = ("format", "full_precision_matrix_mult", "orig_dtype", "orig_shape", "per
 
 
 def title(layer: Layer) -> str:
-    return "scaled INT8" if layer.weight.dtype == "I8" else "scaled FP8"
+    return "scaled INT8" if layer.stored.dtype == "I8" else "scaled FP8"
 
 
 def match(layer: Layer) -> Decision | None:
@@ -97,10 +97,10 @@ def scale_of(layer: Layer) -> TensorAt | None:
 def _check_marker(layer: Layer) -> None:
     """Raises Trouble where the marker names another format than the one that is stored, or says more than is
     understood."""
-    form, at = layer.entry.get("format"), layer.weight
+    form, at = layer.entry.get("format"), layer.stored
     if not layer.entry:
         return
-    if form not in FORMATS:
+    if not isinstance(form, str) or form not in FORMATS:
         raise refusal(layer, f"{at.dtype} with a marker of the format {str(form)[:60]!r}, which is not known")
     if FORMATS[form][0] != at.dtype:
         raise refusal(layer, f"{at.dtype}, while its marker says {form}: they disagree")
@@ -119,7 +119,7 @@ def sides_of(layer: Layer, scale: TensorAt) -> tuple[int, int] | None:
 
     Raises Trouble where the shape fits nothing.
     """
-    at, kind = layer.weight, FORMATS.get(layer.entry.get("format"), ("", "any"))[1]
+    at, kind = layer.stored, FORMATS.get(str(layer.entry.get("format")), ("", "any"))[1]
     rows, columns = at.shape[0] if at.shape else 1, math.prod(at.shape[1:])
     size = layer.entry.get("group_size", layer.entry.get("block_size"))
     shape = tuple(scale.shape)
@@ -160,7 +160,7 @@ def _fine_grained(layer: Layer, shape: tuple[int, ...]) -> tuple[int, int] | Non
     said = layer.about.config.get("weight_block_size")
     if not (isinstance(said, list) and len(said) == 2 and all(type(side) is int and side > 0 for side in said)):
         return None
-    counts = tuple(-(-size // side) for size, side in zip(layer.weight.shape, said, strict=True))
+    counts = tuple(-(-size // side) for size, side in zip(layer.stored.shape, said, strict=True))
     return tuple(said) if shape == counts else None
 
 
@@ -185,7 +185,7 @@ def left_beside(layer: Layer) -> None:
     in. Factors of 1 say nothing."""
     for role in (*SCALES, INVERSE):
         if role in layer.tensors and not small_tensors.is_one(layer.tensors[role]):
-            what = layer.weight.dtype.replace("GGUF_", "GGUF ")
+            what = layer.stored.dtype.replace("GGUF_", "GGUF ")
             raise refusal(layer, f"{what} with {role} beside it, and nothing says whether it was multiplied in already")
 
 

@@ -60,7 +60,7 @@ def match(layer: Layer) -> Decision | None:
 
 
 def _read(layer: Layer, title: str, kind: str) -> Decision:
-    at, scale, (dtype, bits) = layer.weight, layer.tensors["scale"], READ[kind]
+    at, scale, (dtype, bits) = layer.stored, layer.tensors["scale"], READ[kind]
     check_tensor(layer, title, "weight", (dtype,))
     count = math.prod(at.shape) * 8 // bits
     fine = len(scale.shape) in (2, 3) and scale.shape[-1] == 1 and scale.shape[0]

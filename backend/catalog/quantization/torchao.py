@@ -36,12 +36,12 @@ def match(layer: Layer) -> Decision | None:
     own = [role for role in layer.tensors if role.startswith(PREFIX)]
     if not own:
         if layer.torchao and layer.has("weight"):
-            raise refusal(layer, f"{layer.weight.dtype}, while torchao's header says {layer.torchao.get('_type')}")
+            raise refusal(layer, f"{layer.stored.dtype}, while torchao's header says {layer.torchao.get('_type')}")
         return None
-    kind = layer.torchao.get("_type")
+    kind = str(layer.torchao.get("_type"))
     title = TITLES.get(kind, "torchao")
     said = layer.torchao.get("_data")
-    if not isinstance(kind, str) or not isinstance(said, dict):
+    if not isinstance(layer.torchao.get("_type"), str) or not isinstance(said, dict):
         raise refusal(layer, "torchao, but the header does not say which of its forms")
     check_roles(layer, title, (f"{PREFIX}qdata", f"{PREFIX}scale"))
     if layer.has("weight"):
@@ -58,12 +58,12 @@ def _affine(layer: Layer, title: str, said: dict) -> Decision:
     dtypes = ("F8_E4M3", "F8_E5M2") if title.endswith("float8") else ("I8",)
     check_tensor(layer, title, f"{PREFIX}qdata", dtypes)
     block = said.get("block_size")
-    fine = len(data.shape) == 2 and isinstance(block, list) and len(block) == 2
-    if not fine or not all(type(side) is int and side > 0 for side in block):
+    sides = block if len(data.shape) == 2 and isinstance(block, list) and len(block) == 2 else ()
+    if not sides or not all(type(side) is int and side > 0 for side in sides):
         raise refusal(layer, f"{title} with blocks of {str(block)[:40]}")
-    if any(size % side for size, side in zip(data.shape, block, strict=True)):
+    if any(size % side for size, side in zip(data.shape, sides, strict=True)):
         raise refusal(layer, f"{title} in blocks of {block} for a weight of {list(data.shape)}")
-    counts = tuple(size // side for size, side in zip(data.shape, block, strict=True))
+    counts = tuple(size // side for size, side in zip(data.shape, sides, strict=True))
     shapes = (counts, *([(), (1,)] if counts == (1, 1) else []), *([(counts[0],)] if counts[1] == 1 else []))
     check_tensor(layer, title, f"{PREFIX}scale", FLOATS, *shapes)
     roles = {"weight": f"{PREFIX}qdata", "scale": f"{PREFIX}scale"}
@@ -71,7 +71,7 @@ def _affine(layer: Layer, title: str, said: dict) -> Decision:
         check_tensor(layer, title, f"{PREFIX}zero_point", (*FLOATS, "I8", "I32", "I64", "I16"), *shapes)
         roles["zero"] = f"{PREFIX}zero_point"
     _check_pieces(layer, title, roles.values())
-    return packed(layer, "affine_blocks", title, roles, data.shape, {"rows": block[0], "columns": block[1]})
+    return packed(layer, "affine_blocks", title, roles, data.shape, {"rows": sides[0], "columns": sides[1]})
 
 
 def _mx(layer: Layer, title: str, said: dict) -> Decision:
