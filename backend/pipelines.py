@@ -26,7 +26,8 @@ from backend import families
 from backend.catalog.family import Family
 from backend.catalog.models import model_folder
 from backend.engine.acceleration import apply
-from backend.engine.api import arguments, diffsynth_arguments
+from backend.engine.api import arguments, diffsynth_arguments, diffsynth_names
+from backend.engine.api.diffsynth_names import FlowMatchScheduler, absent
 from backend.engine.api.load_state_dict import load_state_dict as load_state_dict
 from backend.engine.api.model_config import ModelConfig, check_one, identify, tell_idle_limit
 from backend.engine.api.save_quantized import save_quantized_model as save_quantized_model
@@ -52,6 +53,7 @@ class ImagePipeline:
         self.pipeline = pipeline
         self.defaults = model_folder.request_defaults(pipeline.spec, self.family, usual=self.usual)
         self.compile = False  # the transformer's repeated block, from the next picture on
+        self.scheduler = FlowMatchScheduler()  # the model's own noise schedule
 
     @classmethod
     def from_pretrained(
@@ -135,6 +137,7 @@ class ImagePipeline:
         tile_size: int | None = None,
         tile_stride: int | None = None,
         step_cache: float = 0.0,
+        exponential_shift_mu: float | None = None,
         on_step: Callable[[Step], None] | None = None,
         progress_bar_cmd=None,
         **others,
@@ -145,6 +148,7 @@ class ImagePipeline:
         `edit_image`: the picture or pictures that a model that edits works from; size and proportions are the (last)
         picture's, at about a million pixels, where `height` and `width` are None. `rand_device`: where noise is drawn; on the CPU a seed means the same picture on every device. `tile_size` and `tile_stride` are latent
         cells (8 pixels), and count where `tiled`. `step_cache`: above 0, steps that change little reuse an earlier one; faster, less exact.
+        `exponential_shift_mu`: the shift of the noise schedule, whatever the picture's size.
         """
         if others.get("zero_cond_t") is True and getattr(getattr(self.dit, "config", None), "zero_cond_t", False):
             del others["zero_cond_t"]  # as the model's own configuration says
@@ -186,6 +190,8 @@ class ImagePipeline:
         tiles = diffsynth_arguments.tiles(tile_size, tile_stride) if tiled and (tile_size or tile_stride) else tiled
         noise = None if str(rand_device) == "cpu" else self._noise(request, rand_device)
         bar = arguments.Progress(progress_bar_cmd, request.num_inference_steps, on_step)
+        shift = diffsynth_names.shifted(self.pipeline.spec.scheduler, exponential_shift_mu)
+        self.pipeline.schedule = {**self.scheduler.changes, **shift}
         with arguments.shortage_in_words("drawing", self.pipeline.device), bar as step:
             return next(
                 self.pipeline.draw(request, source=source, edited=edited, on_step=step, tiled=tiles, noise=noise)
@@ -295,6 +301,11 @@ def _class_of(family: Family) -> type[ImagePipeline]:
 
 PIPELINES = {family.PIPELINE: _class_of(family) for family in families.FAMILIES if family.PIPELINE}
 globals().update(PIPELINES)
+
+
+def __getattr__(name: str):
+    """Raises Trouble for what DiffSynth-Studio's scripts import and there is nothing for."""
+    absent(name)
 
 
 def _pipeline_of(family: str) -> type[ImagePipeline]:

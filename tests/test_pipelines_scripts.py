@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -125,3 +126,65 @@ def test_a_text_encoder_whose_heads_cannot_be_told_is_refused_by_a_sentence():
     shapes = {"embed_tokens.weight": (99, 48), "layers.0.mlp.gate_proj.weight": (96, 48), **attention}
     with pytest.raises(Trouble, match=r"config\.json"):
         config_from_shapes("text_encoder", shapes)
+
+
+def levels(pipe, steps: int, size: int, **said) -> list[float]:
+    """The noise levels that a picture's network is called with, and 0."""
+    seen, predict = [], pipe.family.predict
+
+    def noted(parts, x, sigma, *rest, **more):
+        seen.append(float(sigma.flatten()[0]))
+        return predict(parts, x, sigma, *rest, **more)
+
+    pipe.pipeline.family = _With(pipe.family, predict=noted)
+    try:
+        pipe("a cat", seed=0, num_inference_steps=steps, width=size, height=size, cfg_scale=1, **said)
+    finally:
+        pipe.pipeline.family = pipe.family
+    return seen
+
+
+class _With:
+    """A family with some of its functions replaced."""
+
+    def __init__(self, family, **functions):
+        self.__dict__.update(vars(family), **functions)
+
+
+def shifted(mu: float, steps: int, end: float | None) -> list[float]:
+    """s' = e^mu / (e^mu + 1/s - 1) over s = 1, 1 - 1/N, ...; with `end`, stretched so that the last level is that (flow_match.py of
+    DiffSynth-Studio 2.1.12)."""
+    found = [math.exp(mu) / (math.exp(mu) + 1 / (1 - step / steps) - 1) for step in range(steps)]
+    scale = 1.0 if end is None else (1 - found[-1]) / (1 - end)
+    return [1 - (1 - level) / scale for level in found]
+
+
+def test_a_schedule_of_ones_own_and_the_distilled_models(tiny_qwen):
+    from backend.pipelines import FlowMatchScheduler
+
+    pipe = load(tiny_qwen)
+    own = levels(pipe, 4, 64)
+    slope = (0.9 - 0.5) / (8192 - 256)
+    assert own == pytest.approx(shifted(0.5 + slope * (4 * 4 - 256), 4, 0.02), abs=1e-5)
+    assert levels(pipe, 3, 64, exponential_shift_mu=math.log(2.5)) == pytest.approx(
+        shifted(math.log(2.5), 3, 0.02), abs=1e-5
+    )
+    assert levels(pipe, 4, 64) == own
+    pipe.scheduler = FlowMatchScheduler("Qwen-Image-Lightning")
+    for size in (64, 96):
+        assert levels(pipe, 4, size) == pytest.approx(shifted(math.log(3), 4, None), abs=1e-5)
+    pipe.scheduler = FlowMatchScheduler("Qwen-Image")
+    assert levels(pipe, 4, 64) == own
+    for wrong in ("FLUX.1", None):
+        with pytest.raises(Trouble, match="no schedule here"):
+            FlowMatchScheduler(wrong)
+    with pytest.raises(Trouble, match="which is no number"):
+        pipe("a cat", exponential_shift_mu="large")
+
+
+@pytest.mark.parametrize("name", ["ControlNetInput", "UnifiedDataset", "QwenImageUnit_Image2LoRAEncode", "merge_lora"])
+def test_names_that_there_is_nothing_for_are_one_sentence(name):
+    with pytest.raises(Trouble, match=f"{name} is not there"):
+        exec(f"from backend.pipelines import {name}")
+    with pytest.raises(ImportError):
+        exec("from backend.pipelines import Nonsense")

@@ -1,5 +1,5 @@
 """Arguments of the Python API in DiffSynth-Studio's shapes.
 
-Read: arguments, diffsynth_arguments, load_state_dict, model_config, save_quantized.
-Public: arguments, diffsynth_arguments, load_state_dict, model_config, save_quantized.
+Read: arguments, diffsynth_arguments, diffsynth_names, load_state_dict, model_config, save_quantized.
+Public: arguments, diffsynth_arguments, diffsynth_names, load_state_dict, model_config, save_quantized.
 """

@@ -15,10 +15,6 @@ CALL = {  # word -> (values that ask for nothing, sentence)
     "inpaint_mask": ((None,), _NOT_YET),
     "inpaint_blur_size": ((None,), _NOT_YET),
     "inpaint_blur_sigma": ((None,), _NOT_YET),
-    "exponential_shift_mu": (
-        (None,),
-        "{} is no setting here: the noise schedule follows the picture's size and the model's scheduler_config.json.",
-    ),
     "blockwise_controlnet_inputs": ((None,), _NOT_YET),
     "eligen_entity_prompts": ((None,), _NOT_YET),
     "eligen_entity_masks": ((None,), _NOT_YET),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -75,6 +76,9 @@ class Pipeline:
         )
         self.configs, self.limit_bytes = dict(configs or {}), vram_limit_bytes
         self.resident_blocks = dict(resident_blocks or {})  # of parts that are streamed, the blocks that stay
+        self.schedule: dict[
+            str, object
+        ] = {}  # of the scheduler's configuration, what is otherwise for the next pictures
         self.loading = dict(loading or {})  # of parts that are quantized, given as a state dict, or empty
         self.packed: dict[str, Callable[[str], bool]] = {}  # part that is quantized and moved -> which weights
         for name, said in self.loading.items():
@@ -158,7 +162,8 @@ class Pipeline:
 
     def settings(self, request: GenerationRequest) -> DrawSettings:
         """What the family's functions are told of `request` and this model."""
-        return settings_of(self.spec, width=request.width, height=request.height, guidance=request.guidance)
+        found = settings_of(self.spec, width=request.width, height=request.height, guidance=request.guidance)
+        return replace(found, scheduler={**found.scheduler, **self.schedule}) if self.schedule else found
 
     @torch.no_grad()
     def encode_prompt(self, prompt: str, edited: Sequence[Image.Image] = (), *, negative: bool = False) -> Encoding:
