@@ -22,6 +22,7 @@ from backend.catalog.key_prefixes import unwrapped
 from backend.catalog.lora.identify import PICKLES
 from backend.catalog.lora.keys import group, plain
 from backend.catalog.lora.module_lookup import Index, Resolved, index_of_rows, resolve
+from backend.catalog.lora.role_pairs import disagreeing_ranks, does_nothing, half_of
 from backend.catalog.spec import ModelSpec
 from backend.schema.messages import Trouble
 
@@ -92,11 +93,18 @@ def compared(
     """`sizes`: tensors of a LoRA; `shapes`: part -> parameter -> its shape (None for one that a header does not
     tell)."""
     grouped, others = group(sizes)
-    missing, elsewhere, wrong, num = [], [], [], 0
+    missing, elsewhere, wrong, damaged, num, idle = [], [], [], [], 0, 0
     for stem, roles in grouped.items():
+        of = {role: sizes[key] for role, key in roles.items()}
+        idle += does_nothing(of)
         if set(roles) == {"alpha"}:
             continue
         num += 1
+        half, ranks = half_of(roles), disagreeing_ranks(of)
+        if half:
+            damaged.append(f"{roles[half[0]]} has no other half ({half[1].replace('_', ' ')})")
+        elif ranks:
+            damaged.append(f"the factors of {plain(stem)} have ranks {ranks[0]} and {ranks[1]}")
         place = resolve(stem, roles, indexes)
         if isinstance(place, str):
             (elsewhere if "not loaded" in place else missing).append(plain(stem))
@@ -115,6 +123,10 @@ def compared(
     if wrong:
         more = f" ({len(wrong) - 1} more likewise)" if len(wrong) > 1 else ""
         return Fit(refused=f"It was made for a model of another size: {wrong[0]}{more}.")
+    if damaged:
+        return Fit(refused=f"It is damaged or incomplete: {damaged[0]}.")
+    if grouped and idle == len(grouped):
+        return Fit(refused="It changes nothing: its modules have an alpha alone, or rank 0.")
     if num and len(missing) + len(elsewhere) == num:
         return Fit(refused=f"This model has none of its {num} modules, such as {(missing or elsewhere)[0]}.")
     parts = []
@@ -133,6 +145,10 @@ def _mismatch(
     of = {role: sizes[key] for role, key in roles.items()}
     width = _input_width(of)
     change = _change(of)
+    if len(place.slots) == 1 and len(of.get("diff_b", ())) == 1:
+        bias = shapes.get(f"{place.slots[0].module}.bias")
+        if bias is not None and bias != of["diff_b"]:
+            return f"changes {of['diff_b'][0]} numbers of a bias, but {place.slots[0].module} here has {bias[0]}"
     for slot in place.slots:
         own = shapes.get(f"{slot.module}.{slot.parameter}".lstrip("."))
         if own is None:

@@ -345,16 +345,19 @@ def plain(stem: str) -> str:
 
 
 def is_adapter(keys: Iterable[str]) -> bool:
-    """Whether these are a LoRA's keys: adapter tensors, and hardly anything beside them."""
+    """Whether these are a LoRA's keys: adapter tensors, and hardly anything beside them. Biases without their weights are
+    no sign of a model: PEFT saves all of them for `bias="all"`."""
     keys = tuple(keys)
-    scales = scales_of(frozenset(keys))
+    there = frozenset(keys)
+    scales = scales_of(there)
     num_adapter = num_other = 0
     for key in keys:
         if key in scales:
             continue
         parted = split_key(key)
         if parted is None:
-            num_other += not key.startswith(BUNDLED)
+            alone = key.endswith(".bias") and f"{key.removesuffix('bias')}weight" not in there
+            num_other += not alone and not key.startswith(BUNDLED)
         elif parted[1] != "alpha":
             num_adapter += 1
     return num_adapter > 0 and num_other <= num_adapter

@@ -9,6 +9,7 @@ import torch
 from backend.catalog.formats.header import MOST_DIMENSIONS
 from backend.catalog.lora.keys import ALGORITHMS, plain
 from backend.catalog.lora.metadata import number
+from backend.catalog.lora.role_pairs import half_of
 from backend.engine.lora.algorithms.delta import Body, Change, Dense, Hadamard, Kronecker, LowRank
 from backend.engine.lora.algorithms.dora import with_dora
 from backend.engine.lora.algorithms.module_tensors import (
@@ -48,25 +49,6 @@ UNREAD = (
 )
 MOST_NUMBERS = 2**31  # of one change; the largest layer of any model here has a twentieth
 BUTTERFLIES = 4  # dimensions of a stack of orthogonal blocks: [factors, blocks, b, b]; OFT's has three
-PAIRS = (  # (role, partner, how people call it): one without the other is half a pair
-    ("down", "up"),
-    ("up", "down"),
-    ("mid", "down"),
-    ("embedding_down", "embedding_up"),
-    ("embedding_up", "embedding_down"),
-    ("hada_w1_a", "hada_w1_b"),
-    ("hada_w1_b", "hada_w1_a"),
-    ("hada_w2_a", "hada_w2_b"),
-    ("hada_w2_b", "hada_w2_a"),
-    ("hada_w1_a", "hada_w2_a"),
-    ("hada_w2_a", "hada_w1_a"),
-    ("hada_t1", "hada_t2"),
-    ("hada_t2", "hada_t1"),
-    ("lokr_w1_a", "lokr_w1_b"),
-    ("lokr_w1_b", "lokr_w1_a"),
-    ("lokr_w2_a", "lokr_w2_b"),
-    ("lokr_w2_b", "lokr_w2_a"),
-)
 
 
 def changes_of(module: Module) -> list[Change]:
@@ -122,9 +104,9 @@ def check_whole(module: Module) -> None:
                 f"{name} uses {what} on {plain(module.stem)}, which is not read.",
                 hint="Convert it with the tool that made it to LoRA, LoHa or LoKr; nothing was changed.",
             )
-    for role, partner in PAIRS:
-        if role in roles and partner not in roles:
-            raise incomplete(module, f"has {roles[role]} without its other half ({partner.replace('_', ' ')})")
+    half = half_of(roles)
+    if half:
+        raise incomplete(module, f"has {roles[half[0]]} without its other half ({half[1].replace('_', ' ')})")
     left = "lokr_w1" in roles or "lokr_w1_a" in roles
     right = "lokr_w2" in roles or "lokr_w2_a" in roles
     if left != right:

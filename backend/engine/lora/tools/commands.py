@@ -106,12 +106,13 @@ def run_merge(
     names = ", ".join(f"{source.name} x {strength:g}" for source, (_, strength) in zip(sources, parts, strict=True))
     metadata = {"format": "pt", "loft.layout": layout, "loft.family": chosen.NAME, "modelspec.merged_from": names}
     write_contents(out, whole, layout, book, metadata, dtype, overwrite, on_progress, should_stop)
+    rounded = "" if dtype == "float32" else f", and rounded to {dtype}"
     idle = "" if len(used) == len(paths) else f"; {len(paths) - len(used)} at strength 0 left out"
     return {
         "path": out,
         "modules": len(whole),
         "error": error,
-        "said": f"{len(used)} {'file' if len(used) == 1 else 'files'} merged {said}{idle}.",
+        "said": f"{len(used)} {'file' if len(used) == 1 else 'files'} merged {said}{rounded}{idle}.",
     }
 
 
