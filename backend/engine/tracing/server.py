@@ -107,7 +107,7 @@ def _with(found: dict, network: str, config: dict, known: dict, key: str) -> dic
         return {**found, "cpu": {**cpu, key: cpu_training_fit.form_of(network, config, known, key)}}
     if first == "step":
         targets, kept, name = words[:3]
-        texts = "" if network.endswith("WanTransformer3DModel") else "t"
+        texts = trace.texts_of(known)
         dtype = trace.DTYPES[name]
         forms = training_fit.forms_of(network, config, known, dtype, name, targets, kept == "checkpointed", texts)
         return {**found, "forms": {**found["forms"], **forms}}

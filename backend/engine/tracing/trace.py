@@ -24,6 +24,7 @@ from backend.planner.costs.model_sizes import fingerprint
 from backend.schema.paths import ASSETS
 
 MEMORY = ASSETS / "memory"
+STARTER = "starter"  # the model in assets/starter, among the names of families
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 CELLS = {"h": (8, 512), "w": (8, 512)}
 
@@ -144,7 +145,7 @@ def _tapes(call, module, points: list[dict], dtype: torch.dtype, *, warm: bool =
 
 
 def _denoiser(network: str, config: dict, known: dict, dtype: torch.dtype, name: str, *, trained: bool) -> dict:
-    texts = "" if known.get("fixed_text") else "t"
+    texts = texts_of(known)
     span = {key: sample_points.TOKENS[key] for key in ("n", *texts)}
     names, quadratic = ["1", "n", *texts], ["nn", "nt", "tt"] if texts else ["nn"]
     found = {}
@@ -240,17 +241,22 @@ def _encoder(network: str, config: dict, known: dict, dtype: torch.dtype, name: 
     return found
 
 
+def texts_of(known: dict) -> str:
+    """The letters of text in a transformer's points: none where every prompt is as long."""
+    return "" if known.get("fixed_text") else "t"
+
+
 def write_family(family: str) -> Path:
     """Traces every network of `family` and writes its file; returns where. "starter" is the model in `assets/starter`."""
     known = published()
     tables: dict[str, dict] = {}
-    for network, config, dtypes, like in _starter(known) if family == "starter" else _networks(known, family):
+    for network, config, dtypes, like in _starter(known) if family == STARTER else _networks(known, family):
         word = json.dumps([network, config], sort_keys=True)
         if word not in tables:
             print(network, file=sys.stderr, flush=True)
             other = tables.get(json.dumps([network, like], sort_keys=True)) if like else None
             tables[word] = table(
-                network, config, facts=known["networks"], dtypes=dtypes, like=other, cpu=family == "starter"
+                network, config, facts=known["networks"], dtypes=dtypes, like=other, cpu=family == STARTER
             )
     return write(MEMORY / f"{family}.json", tables.values())
 

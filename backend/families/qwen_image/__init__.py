@@ -171,9 +171,9 @@ SIZES = SizeRule(multiple=16, pixels=1328 * 1328)
 TRAINING_SCHEDULE = TrainingSchedule(shift=math.exp(0.8), terminal=0.02)  # at every size, as DiffSynth-Studio trains it
 
 
-def prepare(name: str, module) -> None:
+def prepare(part: str, module) -> None:
     """Makes a freshly built part quicker without changing what it computes or how its parameters are called."""
-    if name == "vae":
+    if part == "vae":
         use_flat_convolutions(module)
 
 
