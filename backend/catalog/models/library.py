@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +16,7 @@ from backend.catalog.lora.identify import identify_lora, lora_of
 from backend.catalog.lora.metadata import THUMBNAILS
 from backend.catalog.models.checkpoint_files import SHARD
 from backend.catalog.models.identify import identify_model
-from backend.catalog.models.scan_cache import Memory, lora_from_values, model_from_values, write_json
+from backend.catalog.models.scan_cache import Memory, lora_from_values, model_from_values, placed, write_json
 from backend.catalog.spec import LoraSpec, ModelSpec
 from backend.schema.json_values import is_printable
 from backend.schema.messages import Trouble
@@ -23,6 +26,7 @@ LONGEST_VALUE = 48 * 1024  # of metadata kept in a listing
 MARK = 32  # characters kept of a picture: enough to say that there is one
 SKIPPED = ("checkpoints", "samples", "trash", "__pycache__", ".git", ".cache")
 DEPTH = 6
+MOST_ENTRIES, MOST_SECONDS = 100_000, 5.0  # of one folder at one look
 CORRECTIONS = "lora_families.json"
 
 __all__ = ["correct_family", "read_corrections", "scan_loras", "scan_models"]
@@ -47,11 +51,13 @@ def scan_loras(
     def look(path: Path, status: os.stat_result) -> LoraSpec | Trouble | None:
         return memory.recall(path, status, lambda: _lora(path, known), lora_from_values)
 
-    found = [entry for path, status in _files(folders, (".safetensors",)) if (entry := look(path, status)) is not None]
+    left_out: list[Trouble] = []
+    files = _files(folders, (".safetensors",), left_out)
+    found = [entry for path, status in files if (entry := look(path, status)) is not None]
     memory.save()
     if corrections:
         found = [entry if isinstance(entry, Trouble) else _corrected(entry, corrections) for entry in found]
-    return tuple(sorted(found, key=_by_name))
+    return tuple(sorted([*found, *left_out], key=_by_name))
 
 
 def _by_name(entry: LoraSpec | Trouble) -> tuple[str, str]:
@@ -74,7 +80,8 @@ def scan_models(
     families = tuple(families)
     memory = Memory(cache, "models", families)
     found: dict[Path, ModelSpec | Trouble] = {}
-    for path in _model_paths(folders):
+    left_out: list[Trouble] = []
+    for path in _model_paths(folders, left_out):
         try:
             status = (path / "model_index.json" if is_folder(path) else path).stat()
         except (OSError, ValueError):  # it went meanwhile
@@ -83,7 +90,7 @@ def scan_models(
         if entry is not None:
             found[path] = entry
     memory.save()
-    return tuple(found.values())
+    return (*found.values(), *left_out)
 
 
 def read_corrections(user: Path) -> dict[str, str]:
@@ -139,28 +146,78 @@ def _model(path: Path, families: tuple[Family, ...]) -> ModelSpec | None:
         raise
 
 
-def _files(folders: Iterable[Path], suffixes: tuple[str, ...]) -> Iterator[tuple[Path, os.stat_result]]:
-    """Files with these suffixes in the folders and below, each once, whatever links there are."""
-    seen: set[tuple[int, int]] = set()
+def _files(
+    folders: Iterable[Path], suffixes: tuple[str, ...], left_out: list[Trouble]
+) -> Iterator[tuple[Path, os.stat_result]]:
+    """Files with these suffixes in the folders and below, the nearest first, each once, whatever links there are.
 
-    def walk(folder: str, depth: int) -> Iterator[tuple[Path, os.stat_result]]:
-        try:
-            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-        except OSError:
-            return
-        for entry in entries:
+    Each folder is looked through for so many entries and so long, what is done with its files included; a link to a folder in which it lies
+    itself is not followed. `left_out` gets a sentence for each that is not looked through to its end.
+    """
+    seen: set[tuple[int, int]] = set()
+    for root in map(Path, folders):
+        yield from _files_of(root, suffixes, seen, left_out)
+
+
+def _files_of(
+    root: Path, suffixes: tuple[str, ...], seen: set[tuple[int, int]], left_out: list[Trouble]
+) -> Iterator[tuple[Path, os.stat_result]]:
+    above = set(_identities(Path(os.path.realpath(root))))
+    count, end = 0, time.monotonic() + MOST_SECONDS
+    waiting = deque([(os.fspath(root), DEPTH)])
+    while waiting:
+        folder, depth = waiting.popleft()
+        for entry in _entries(folder):
+            count += 1
+            if count > MOST_ENTRIES or time.monotonic() > end:
+                left_out.append(placed(_too_much(root, count), root))
+                return
             try:
                 status = entry.stat()
                 if entry.is_dir():
-                    if depth and entry.name not in SKIPPED and _new(seen, status):
-                        yield from walk(entry.path, depth - 1)
+                    if (status.st_dev, status.st_ino) in above:
+                        left_out.append(placed(_leads_up(root, entry.name), Path(entry.path)))
+                    elif depth and entry.name not in SKIPPED and _new(seen, status):
+                        waiting.append((entry.path, depth - 1))
                 elif entry.name.lower().endswith(suffixes) and _new(seen, status):
                     yield Path(entry.path), status
             except OSError:  # a broken link, a file that vanished
                 continue
 
-    for folder in folders:
-        yield from walk(os.fspath(folder), DEPTH)
+
+def _entries(folder: str) -> list[os.DirEntry]:
+    try:
+        with os.scandir(folder) as found:
+            return sorted(itertools.islice(found, MOST_ENTRIES + 1), key=lambda entry: entry.name)
+    except OSError:
+        return []
+
+
+def _identities(folder: Path) -> Iterator[tuple[int, int]]:
+    """Of a folder and all that it lies in."""
+    for one in (folder, *folder.parents):
+        try:
+            status = one.stat()
+        except (OSError, ValueError):
+            continue
+        if status.st_ino:
+            yield status.st_dev, status.st_ino
+
+
+def _too_much(root: Path, count: int) -> Trouble:
+    return Trouble(
+        "too_much",
+        f"There is more in {name_of(root)} than is looked through at a time: {count} files and folders, and more. What was found is listed.",
+        hint="Name the folder with the files itself, or take links to large folders away.",
+    )
+
+
+def _leads_up(root: Path, name: str) -> Trouble:
+    return Trouble(
+        "not_followed",
+        f"{name_of(name)} is a link to a folder in which {name_of(root)} itself lies, so what is there is not looked through.",
+        hint="Let it lead to the folder with the files, or remove it.",
+    )
 
 
 def _new(seen: set[tuple[int, int]], status: os.stat_result) -> bool:
@@ -171,7 +228,7 @@ def _new(seen: set[tuple[int, int]], status: os.stat_result) -> bool:
     return True
 
 
-def _model_paths(folders: Iterable[Path]) -> list[Path]:
+def _model_paths(folders: Iterable[Path], left_out: list[Trouble]) -> list[Path]:
     """Folders in the diffusers layout, and weight files that lie in none (of shards the first)."""
     homes: dict[Path, None] = {}
     files: dict[Path, None] = {}
@@ -179,7 +236,7 @@ def _model_paths(folders: Iterable[Path]) -> list[Path]:
         if is_file(folder / "model_index.json"):
             homes[folder] = None
             continue
-        for path, _ in _files([folder], (".safetensors", ".gguf", "model_index.json")):
+        for path, _ in _files([folder], (".safetensors", ".gguf", "model_index.json"), left_out):
             if path.name == "model_index.json":
                 homes[path.parent] = None
             elif path.suffix in (".safetensors", ".gguf"):

@@ -208,6 +208,50 @@ def test_links_in_a_circle(tmp_path):
     assert len(library.scan_loras([tmp_path], FAMILIES)) == 1
 
 
+@pytest.mark.parametrize("kind", ["above", "circles"])
+def test_links_to_what_lies_above_and_in_circles_cost_nothing(tmp_path, kind):
+    home = tmp_path / "data" / "loras"
+    home.mkdir(parents=True)
+    write_file(home / "a.safetensors", dressed(QWEN, "transformer."))
+    write_file(tmp_path / "beside.safetensors", dressed(QWEN, "transformer."))
+    if kind == "above":
+        for name, target in {"root": "/", "here": home, "data": home.parent, "up": tmp_path}.items():
+            (home / name).symlink_to(target, target_is_directory=True)
+    else:
+        for number in range(20):
+            (home / str(number)).mkdir()
+            for other in range(20):
+                (home / str(number) / f"to-{other}").symlink_to(home / str(other), target_is_directory=True)
+    began = time.process_time()
+    loras = library.scan_loras([home], FAMILIES, tmp_path / "cache")
+    models = library.scan_models([home], FAMILIES, tmp_path / "cache")
+    assert time.process_time() - began < 3
+    assert [entry.path.name for entry in loras if isinstance(entry, LoraSpec)] == ["a.safetensors"]
+    told = {str(entry.path.name): str(entry) for entry in (*loras, *models) if isinstance(entry, Trouble)}
+    assert set(told) == ({"root", "here", "data", "up"} if kind == "above" else set())
+    assert all("is a link to a folder in which loras itself lies" in words for words in told.values())
+
+
+def test_of_a_folder_with_too_much_in_it_the_nearest_is_listed(tmp_path, monkeypatch):
+    monkeypatch.setattr(library, "MOST_ENTRIES", 50)
+    many, few = tmp_path / "many", tmp_path / "few"
+    for folder in (many / "deep" / "deeper", few):
+        folder.mkdir(parents=True)
+        write_file(folder / "a.safetensors", dressed(QWEN, "transformer."))
+    write_file(many / "z.safetensors", dressed(QWEN, "transformer.", rank=8))
+    for number in range(60):
+        (many / "deep" / f"{number}.txt").touch()
+    found = library.scan_loras([many, few], FAMILIES)
+    assert {entry.path for entry in found if isinstance(entry, LoraSpec)} == {
+        many / "z.safetensors",
+        few / "a.safetensors",
+    }
+    (told,) = [entry for entry in found if isinstance(entry, Trouble)]
+    assert told.path == many and "There is more in many than is looked through" in str(told)
+    monkeypatch.setattr(library, "MOST_SECONDS", -1.0)
+    assert {str(entry.path) for entry in library.scan_models([few], FAMILIES)} == {str(few)}
+
+
 def test_a_family_corrected_by_hand(tmp_path):
     path = write_file(tmp_path / "loras" / "a.safetensors", dressed({"transformer_blocks.3.attn.to_q": WIDE}, ""))
     library.correct_family(tmp_path / "user", path, "flux")
