@@ -17,7 +17,7 @@ from PIL import Image, PngImagePlugin
 from starlette.formparsers import MultiPartException
 
 from backend.schema.preferences import Preferences
-from studio.serving.uploads import clean, limit_bytes, name_of
+from studio.serving.uploads import UNPRINTABLE, clean, limit_bytes, name_of
 from tests.security.requests_by_hand import ask, form_of
 
 HTML = "<script>document.title = 'ran'</script>"
@@ -188,6 +188,30 @@ def test_uploads_are_kept_under_their_names(locked):
 def test_a_name_that_is_none_is_refused(locked, name):
     reply = send(locked, *form_of((name, b"1")))
     assert reply.status == 400 and reply.body and not left(locked)
+
+
+HOSTILE_NAMES = (
+    b"a\0b.png", b"a%00b.png", b"\xff\xfe.png", b"\xed\xa0\x80.png", b"\xc0\xaf..\xc0\xafx.png", b"a\r\nX-Evil: 1\r\n.png", b"a\nb.png",
+    b'a"; filename="b.png', b"..%2f..%2fx.png", b"/etc/passwd", b"C:\\windows\\x.ini", b"\\\\server\\share\\x.png", b"file:///etc/passwd",
+    b"x" * 100_000 + b".png", "\u202egnp.exe".encode(), b"~root", b"-rf", b"$(id).png", b"a:b:$DATA", b"\x1b[2J.png", b"<img src=x>.png",
+)  # fmt: skip
+
+
+def test_bytes_that_are_no_name_lead_nowhere(locked):
+    uploads = locked.places.cache / "uploads"
+    before = {path for path in locked.places.root.rglob("*") if uploads not in path.parents}
+    for name in HOSTILE_NAMES:
+        for way in (b'filename="%s"', b"filename=%s", b"filename*=UTF-8''%s"):
+            head = b'--edge\r\nContent-Disposition: form-data; name="files"; ' + way % name
+            reply = send(locked, head + b"\r\n\r\n1\r\n--edge--\r\n", "multipart/form-data; boundary=edge")
+            assert reply.status in (200, 400), (name[:30], way, reply.body[:100])
+            for kept in map(Path, json.loads(reply.body) if reply.status == 200 else ()):
+                assert kept.parent.parent == uploads and kept.read_bytes() == b"1", kept
+                assert not UNPRINTABLE.search(kept.name) and not set(kept.name) & set('/\\:<>"|?*'), kept
+    assert {path for path in locked.places.root.rglob("*") if uploads not in path.parents} - before <= {
+        uploads.parent,
+        uploads,
+    }
 
 
 def test_what_is_no_upload_is_refused(locked):
