@@ -338,3 +338,26 @@ def test_a_folder_that_cannot_be_had_is_said_and_left_alone(tmp_path, capsys):
     assert main(["--dataset_base_path", "x", "--output_path", str(tmp_path / "file" / "run")]) == 2
     said = capsys.readouterr().err
     assert "cannot be written" in said and "Traceback" not in said
+
+
+def test_a_stage_of_zero_by_the_launcher_that_needs_no_package(launch, data, tiny_qwen: Path, pictures: Path):
+    presets = PROJECT / "assets" / "presets" / "accelerate"
+    flags = [
+        "--model",
+        str(tiny_qwen),
+        "--dataset_base_path",
+        str(pictures),
+        "--max_pixels",
+        "4096",
+        "--max_steps",
+        "2",
+    ]
+    flags += ["--trainable_models", "dit", "--mixed_precision", "no", "--output_path", str(data.root / "out")]
+    argv = [sys.executable, "-m", "backend.training.launch", "--config_file", str(presets / "zero2.yaml")]
+    child = launch([*argv, "--num_processes", "2", "--main_process_port", "0", "-m", "backend.training", *flags])
+    assert child.wait(240) == 0, log(data)
+    events = [json.loads(line) for line in (data.root / "out" / "events.jsonl").read_text().splitlines()]
+    assert (events[-1]["event"], events[-1]["reason"]) == ("finished", "complete")
+    assert any("ZeRO stage 2 is carried out by torch's FSDP2" in event.get("message", "") for event in events)
+    saved = load_file(data.root / "out" / "step-2.safetensors")
+    assert saved["transformer_blocks.0.attn.to_q.weight"].shape == (48, 48)

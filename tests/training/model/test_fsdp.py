@@ -183,3 +183,70 @@ def test_accelerate_reads_the_presets(path: Path):
     said = found.deepspeed_config or found.fsdp_config or {"num_machines": found.num_machines}
     assert said in ({"num_machines": 2}, found.fsdp_config) or said["zero_stage"] == int(path.stem[-1])
     assert found.fsdp_config.get("fsdp_version", 2) == 2 and found.mixed_precision == "no"
+
+
+class Block(torch.nn.Module):
+    """A linear layer that notes, when it is called, which dtype its weight was gathered in."""
+
+    def __init__(self, *, trains: bool, dtype: torch.dtype):
+        super().__init__()
+        self.layer = torch.nn.Linear(16, 16, dtype=dtype).requires_grad_(trains)
+        self.adapter = torch.nn.Linear(16, 2, bias=False)
+        self.gathered = None
+
+    def forward(self, x):
+        self.gathered = self.layer.weight.dtype
+        return self.layer(x.to(self.gathered)).to(x.dtype) + self.adapter(x.to(self.adapter.weight.dtype)).sum()
+
+
+class Blocks(torch.nn.Module):
+    _no_split_modules = ("Block",)
+
+    def __init__(self, **settings):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Block(**settings), Block(**settings)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A group of this one process."""
+    import torch.distributed as group
+
+    group.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    yield
+    group.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("trains", "stored", "computing", "gathered", "let_go"),
+    [
+        (True, torch.float32, torch.bfloat16, torch.bfloat16, False),  # wide weights are cast before they are sent
+        (True, torch.float32, torch.float32, torch.float32, False),
+        (False, torch.bfloat16, torch.bfloat16, torch.bfloat16, True),  # frozen blocks beside an adapter go after use
+    ],
+)
+def test_how_a_block_is_gathered_and_whether_it_stays(alone, monkeypatch, trains, stored, computing, gathered, let_go):
+    from types import SimpleNamespace
+
+    from torch.distributed.tensor import DTensor
+
+    for stage, goes in ((2, let_go), (3, True)):
+        wanted = {"again": stage == 3, "in_ram": False, "summed_whole": False, "no_more": True}
+        monkeypatch.setenv(fsdp.OURS, json.dumps(wanted))
+        part = Blocks(trains=trains, dtype=stored)
+        learner = SimpleNamespace(parts={"dit": part}, dtype=computing)
+        fsdp.spread(learner, SimpleNamespace(device=torch.device("cpu"), num_processes=1))
+        loss = part(torch.randn(2, 16)).float().sum()
+        assert [block.gathered for block in part.blocks] == [gathered] * 2
+        weight = part.blocks[0].layer.weight
+        assert isinstance(weight, DTensor) == goes, (stage, trains)
+        loss.backward()
+        weight = part.blocks[0].layer.weight
+        assert isinstance(weight, DTensor) and weight.dtype == stored
+        assert (weight.grad is not None) == trains
+        assert not trains or weight.grad.dtype == torch.float32
