@@ -26,7 +26,7 @@ LONGEST_VALUE = 48 * 1024  # of metadata kept in a listing
 MARK = 32  # characters kept of a picture: enough to say that there is one
 SKIPPED = ("checkpoints", "samples", "trash", "__pycache__", ".git", ".cache")
 DEPTH = 6
-MOST_ENTRIES, MOST_SECONDS = 100_000, 5.0  # of one folder at one look
+MOST_ENTRIES, MOST_SECONDS = 100_000, 10.0  # of one folder at one look
 CORRECTIONS = "lora_families.json"
 
 __all__ = ["correct_family", "read_corrections", "scan_loras", "scan_models"]
@@ -52,7 +52,7 @@ def scan_loras(
         return memory.recall(path, status, lambda: _lora(path, known), lora_from_values)
 
     left_out: list[Trouble] = []
-    files = _files(folders, (".safetensors",), left_out)
+    files = list(_files(folders, (".safetensors",), left_out))  # at once: its time is not that of reading them
     found = [entry for path, status in files if (entry := look(path, status)) is not None]
     memory.save()
     if corrections:
@@ -151,8 +151,7 @@ def _files(
 ) -> Iterator[tuple[Path, os.stat_result]]:
     """Files with these suffixes in the folders and below, the nearest first, each once, whatever links there are.
 
-    Each folder is looked through for so many entries and so long, what is done with its files included; a link to a folder in which it lies
-    itself is not followed. `left_out` gets a sentence for each that is not looked through to its end.
+    Each folder is looked through for so many entries and so long; a link to a folder in which it lies itself is not followed. `left_out` gets a sentence for each that is not looked through to its end.
     """
     seen: set[tuple[int, int]] = set()
     for root in map(Path, folders):
