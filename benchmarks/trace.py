@@ -84,7 +84,7 @@ def draw_three(folder: Path, quick: bool, who: str) -> None:
     encoder, transformer = _text_encoder(folder), _model(folder, quick, who)
     for part in qwen_image.PARTS.values():  # imports count before, not as the model's
         load.find_class(part.network)
-    device_memory.give_back("cpu")
+    device_memory.empty_cache("cpu")
     began, samples, marks, over = time.perf_counter(), [], [], threading.Event()
 
     def look() -> tuple[int, int]:
@@ -116,7 +116,7 @@ def draw_three(folder: Path, quick: bool, who: str) -> None:
     drawn = mark("unload")
     del pipe
     gc.collect()
-    device_memory.give_back("cpu")
+    device_memory.empty_cache("cpu")
     after = look()
     time.sleep(0.3)
     over.set()

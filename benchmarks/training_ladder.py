@@ -135,7 +135,7 @@ def measure(folder: str, flags: list[str]) -> dict[str, float]:
     batch = loop._epochs(run)(0)[0]
     for _ in range(2):
         loop.one_step(run, [[batch]])
-    device_memory.give_back("cpu")
+    device_memory.empty_cache("cpu")
     watched = device_memory.Peak("cpu")
     seconds = -time.process_time()
     for _ in range(2):

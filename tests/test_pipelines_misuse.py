@@ -101,7 +101,7 @@ def test_memory_that_runs_out_is_one_sentence(pipe, monkeypatch):
         "forward",
         lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory.")),
     )
-    with pytest.raises(Trouble, match="Memory ran out while drawing: cpu has") as caught:
+    with pytest.raises(Trouble, match="Out of memory while drawing: cpu has") as caught:
         pipe("a", num_inference_steps=1)
     assert caught.value.kind == "out_of_memory"
 

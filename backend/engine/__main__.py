@@ -72,7 +72,7 @@ def _start(wire: Wire, *, fake: bool):
 def _prepare_process() -> None:
     """What torch and OpenMP read when they are loaded: fragments are kept small (not on Windows), idle threads sleep."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    allocator_limits.grow_segments()
+    allocator_limits.expand_segments()
 
 
 def _answer(wire: Wire, worker, values: dict) -> None:

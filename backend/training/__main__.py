@@ -100,7 +100,7 @@ def _with_output(config: TrainingConfig, **changes) -> TrainingConfig:
 def run_in(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[str]) -> int:
     # Threads that spin while they wait halve the speed of a busy machine; torch, loaded below, reads this once.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    allocator_limits.grow_segments()
+    allocator_limits.expand_segments()
     rank = int(os.environ.get("RANK", "0"))
     aside: dict[Path, Path] = {}
     if rank == 0:
@@ -139,7 +139,7 @@ def run_in(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[s
 def _is_out_of_memory(error: Exception) -> bool:
     from backend.engine.devices import out_of_memory
 
-    return out_of_memory.is_one(error)
+    return out_of_memory.is_oom(error)
 
 
 def _leave(status: int, sentence: str) -> int:

@@ -263,7 +263,7 @@ def fake_card(monkeypatch, seed: int, *, early: float) -> Iterator[FakeCard]:
         patched.setattr(device_memory, "check_device", lambda name: CARD if str(name) == str(CARD) else check(name))
         patched.setattr(device_memory, "can_pin", lambda device: torch.device(device) == CARD)
         patched.setattr(device_memory, "allocated", lambda device: 0)
-        patched.setattr(device_memory, "give_back", lambda device: None)
+        patched.setattr(device_memory, "empty_cache", lambda device: None)
         patched.setattr(torch.Tensor, "is_pinned", lambda tensor, *_: card.is_pinned(tensor))
         patched.setattr(torch.Tensor, "record_stream", lambda tensor, stream: card.record_stream(tensor))
         with _Computing(card):

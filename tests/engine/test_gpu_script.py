@@ -103,7 +103,7 @@ def test_a_limit_of_some_blocks_and_a_little_more_lets_them_stay(monkeypatch, tm
         monkeypatch.setattr(device_memory, "allocated", lambda device: 512)
         placed = placed_on(CARD, module, part, DISK, part.nbytes // 2 + grace - 512)
         placed.onload()
-        assert len(placed.staying()) == stay
+        assert len(placed.planned_resident_blocks()) == stay
         placed.close()
 
 

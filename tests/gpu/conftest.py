@@ -8,7 +8,7 @@ import pytest
 
 from backend.engine.devices import allocator_limits
 
-allocator_limits.grow_segments()  # as workers and trainers do: torch's allocator reads it once
+allocator_limits.expand_segments()  # as workers and trainers do: torch's allocator reads it once
 
 torch = pytest.importorskip("torch")
 

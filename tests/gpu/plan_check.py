@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from backend.engine.devices import allocator_limits
 
-allocator_limits.grow_segments()  # as workers and trainers do
+allocator_limits.expand_segments()  # as workers and trainers do
 
 import torch
 

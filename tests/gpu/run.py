@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from backend.engine.devices import allocator_limits
 
-allocator_limits.grow_segments()  # before anything imports torch, here and in the checks
+allocator_limits.expand_segments()  # before anything imports torch, here and in the checks
 
 from tests.gpu.runner import GOOD, Check, run_all
 

@@ -28,7 +28,7 @@ if str(ROOT) not in sys.path:
 
 from backend.engine.devices import allocator_limits
 
-allocator_limits.grow_segments()  # as workers and trainers do: torch's allocator reads it once
+allocator_limits.expand_segments()  # as workers and trainers do: torch's allocator reads it once
 
 HELD, MISSED, NOT_APPLICABLE = "held", "missed", "not applicable"
 FAILED, CRASHED, TIMEOUT = "failed", "crashed", "timeout"

@@ -77,7 +77,7 @@ def test_compiled_blocks_answer_as_plain_ones(network, device, states, monkeypat
     module, placed = network(STATES[states])
     plain = step(module, device)
     before = seconds_of(device, lambda: step(module, device))
-    placed.arrange(whole=True, codes=lambda unit: frozenset())
+    placed.set_casting(whole=True, codes=lambda unit: frozenset())
     placed.onload()
     compile_blocks.compile_blocks(module, LISTS)
     ours = step(module, device)
@@ -105,7 +105,7 @@ def test_fp8_products_are_close_and_quicker(network, device):
     module, placed = network(STATES["FP8"])
     stored = step(module, device)
     fp8_matmul.prepare(placed)
-    placed.arrange(whole=False, codes=fp8_matmul.chosen)
+    placed.set_casting(whole=False, codes=fp8_matmul.chosen)
     placed.onload()
     ours, quick = step(module, device), seconds_of(device, lambda: step(module, device))
     print(

@@ -134,7 +134,7 @@ def test_the_peak_stays_below_the_limit(wide, device):
     limit, module = wide.part.nbytes // 2 + GRACE, wide()
     x = torch.randn(16, wide.width, dtype=torch.bfloat16, device=device)
     x @ x.t()  # the products' own workspace is no part of it
-    device_memory.give_back(device)
+    device_memory.empty_cache(device)
     before, peak = device_memory.allocated(device), device_memory.Peak(device)
     placed = placed_on(device, module, wide.part, DISK, limit)
     placed.onload()
@@ -146,7 +146,7 @@ def test_the_peak_stays_below_the_limit(wide, device):
     if device.type != "cpu":  # the process' other memory comes and goes there
         assert peak.look() - before <= limit + 16 * x.numel() * 2
         placed.close()
-        device_memory.give_back(device)
+        device_memory.empty_cache(device)
         assert device_memory.allocated(device) <= before
     placed.close()
 
@@ -154,7 +154,7 @@ def test_the_peak_stays_below_the_limit(wide, device):
 def test_pinned_ram_is_little_more_than_the_part_and_given_back(wide, device):
     if not device_memory.can_pin(device):
         pytest.skip("nothing is pinned for this device")
-    device_memory.give_back(device)
+    device_memory.empty_cache(device)
     before = device_memory.pinned(device)
     placed = placed_on(device, wide(), wide.part, {**RAM, "preparing_device": "cpu"})
     placed.onload()
@@ -163,7 +163,7 @@ def test_pinned_ram_is_little_more_than_the_part_and_given_back(wide, device):
     assert device.type != "cuda" or wide.part.nbytes <= held <= 1.15 * wide.part.nbytes
     assert all(unit.stored.buffer.is_pinned() for unit in placed.blocks)
     placed.close()
-    device_memory.give_back(device)
+    device_memory.empty_cache(device)
     assert device_memory.pinned(device) == before
 
 

@@ -141,7 +141,7 @@ def test_a_loss_that_stays_infinite_ends_a_run_with_a_scaler_too(run_training, e
 def test_the_measured_device_is_waited_for_and_checkpoints_use_the_tensors_own(monkeypatch):
     waited = []
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    benchmark._wait(torch.device("cuda", 1))
+    benchmark._synchronize(torch.device("cuda", 1))
     assert waited == [torch.device("cuda", 1)]
     made = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device=None: made.append(device) or object())

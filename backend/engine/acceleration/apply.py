@@ -47,11 +47,11 @@ def arrange(pipeline, request: GenerationRequest) -> None:
     compiles = request.compile != compile_blocks.is_compiled(module, lists)
     codes = fp8_matmul.chosen if request.fp8_products else _none
     if placed is not None and (
-        request.compile != placed.whole or any(unit.codes != codes(unit) for unit in placed.blocks)
+        request.compile != placed.whole or any(unit.fp8_codes != codes(unit) for unit in placed.blocks)
     ):
         if request.compile:
             compile_blocks.check_whole(module, lists, [unit.module for unit in placed.blocks])
-        placed.arrange(whole=request.compile, codes=codes)
+        placed.set_casting(whole=request.compile, codes=codes)
     if compiles and request.compile:
         compile_blocks.compile_blocks(module, lists)
         pipeline.note("The blocks are compiled: the first step waits for it, and so does the first with other LoRAs.")

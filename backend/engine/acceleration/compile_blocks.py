@@ -1,7 +1,7 @@
 """torch.compile for a network's repeated block: one graph, compiled at the first step, serves every block, prompt and size.
 
 Only the block's own `forward` goes through the compiler. Its hooks stay outside, so a streamed block is fetched (and an FP8 one cast, whole:
-`Placement.arrange`) before its graph runs; parameters are inputs of the graph, so whose weights they are does not matter. A hot
+`Placement.set_casting`) before its graph runs; parameters are inputs of the graph, so whose weights they are does not matter. A hot
 LoRA is part of the block's code: one that is added for the first time is compiled once, whatever its strength; taken off, the earlier graph
 is used again. Nothing of torch's compiler is imported before the first compiled call.
 """

@@ -20,7 +20,7 @@ from backend.engine.lora.side_branch import STATE as ADAPTERS
 from backend.engine.lora.side_branch import adapted
 from backend.engine.offload.blocks import Unit
 from backend.engine.offload.placement import Placement
-from backend.engine.offload.transfer import FACTOR
+from backend.engine.offload.transfer import FP8_SCALE
 from backend.schema import measured_choices
 from backend.schema.memory_plan import VramConfig
 from backend.schema.messages import Trouble
@@ -100,7 +100,7 @@ def _forward(kind: type[nn.Linear], by_rows: bool) -> Callable:
                 "FP8 products have no gradient: a rounded input says nothing about how to change it.",
                 hint="Train without fp8_products; FP8 storage of frozen weights is allowed.",
             )
-        given = (x, self.weight, getattr(self, FACTOR))
+        given = (x, self.weight, getattr(self, FP8_SCALE))
         y = product(*given, by_rows=True) if by_rows else product(*given)
         return y if self.bias is None else y + self.bias
 

@@ -106,7 +106,7 @@ def round_up(values: dict[str, object], *, multiple: int) -> list[str]:
 @contextlib.contextmanager
 def shortage_in_words(doing: str, device: object) -> Iterator[None]:
     """Raises Trouble in place of what says that memory ran out, and lets go of what that held."""
-    with out_of_memory.passed_over() as ran_out:
+    with out_of_memory.suppress_oom() as ran_out:
         yield
     for error in ran_out:
         raise out_of_memory.trouble(device_memory.check_device(str(device)), error, doing=doing)

@@ -1,4 +1,4 @@
-"""What torch's allocator of this process may take of a card, and how it grows."""
+"""Limits of torch's caching allocator in this process: expandable segments, and the memory fraction of a card."""
 
 from __future__ import annotations
 
@@ -6,23 +6,27 @@ import os
 import sys
 from collections.abc import MutableMapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-GROWING = "expandable_segments:True"
+if TYPE_CHECKING:
+    import torch
+
+EXPANDABLE = "expandable_segments:True"
 
 
-def grow_segments(environment: MutableMapping[str, str] = os.environ, platform: str = sys.platform) -> None:
-    """Lets the allocator's segments grow where torch has that (Linux), unless something was chosen. To be called before torch is imported.
+def expand_segments(environment: MutableMapping[str, str] = os.environ, platform: str = sys.platform) -> None:
+    """Turns on `expandable_segments` where torch has that (Linux), unless the user configured the allocator.
 
-    Torch has two names for the variable; the older is understood by every version.
+    To be called before torch is imported. Torch has two names for the variable; every version knows the older one.
     """
     if platform == "linux" and not any(
         name in environment for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     ):
-        environment["PYTORCH_CUDA_ALLOC_CONF"] = GROWING
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = EXPANDABLE
 
 
 def driver_spills(platform: str = sys.platform, version: Path = Path("/proc/version")) -> bool:
-    """Whether the driver moves what does not fit into shared memory, instead of refusing it: on Windows, and inside its Linux (WSL)."""
+    """Whether the driver moves what does not fit into shared system memory instead of raising OOM: Windows and WSL."""
     if platform == "win32":
         return True
     try:
@@ -31,9 +35,12 @@ def driver_spills(platform: str = sys.platform, version: Path = Path("/proc/vers
         return False
 
 
-def cap(device, *, most_bytes: int | None = None) -> int | None:
-    """Makes torch raise before the allocator of this process takes more of a CUDA `device` than `most_bytes`, or, where a driver would
-    spill silently, than is there for it now. Returns the limit; None where none was set."""
+def cap(device: torch.device | str, *, most_bytes: int | None = None) -> int | None:
+    """Limits the caching allocator on a CUDA `device` (`set_per_process_memory_fraction`), so that torch raises OOM.
+
+    To `most_bytes`, or, where a driver would spill silently into shared memory, to what is free for it now. Returns
+    the limit in bytes; None where none was set.
+    """
     import torch
 
     from backend.engine.devices import device_memory
@@ -49,5 +56,5 @@ def cap(device, *, most_bytes: int | None = None) -> int | None:
 
 
 def fraction(limit_bytes: int, total_bytes: int) -> float:
-    """`limit_bytes` as a share of the card, within what torch takes."""
+    """`limit_bytes` as a share of the card's `total_bytes`, between 0 and 1."""
     return min(1.0, max(0.0, limit_bytes / max(total_bytes, 1)))

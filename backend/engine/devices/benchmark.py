@@ -1,7 +1,7 @@
-"""How fast this device multiplies and copies: `python -m backend calibrate` measures for a second or two and keeps the answer.
+"""Device benchmark (calibration): FLOP/s, copy and disk bandwidth, measured by `python -m backend calibrate` and kept.
 
-A worker that has had nothing to do for a while measures by itself, once; whatever is asked of it ends that at once.
-The estimate of seconds starts from these numbers (`catalog.speed`); without them it assumes some by the card's name.
+Takes a second or two. An idle worker measures by itself, once; any request cancels that at once. Estimates of seconds
+start from these rates (`planner.costs.device_speed`); without them they assume rates by the card's name.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from backend.schema.paths import Places, places
 BLOCK = {"cpu": (1024, 512)}
 OTHER = (4096, 3072)
 HEAD = 64
-BETTER = (
-    1.3  # the most that a large network gets out of a device beyond this small block; the estimate's range begins there
-)
+BETTER = 1.3  # a large network gets at most so much more out of a device than this block; estimates' ranges begin there
 COPIED_BYTES = {"cpu": 2**26}
-SECONDS = 0.4
-ROOM_BYTES = 3 * 2**29  # what measuring takes at most
-BUSY_PERCENT = 30.0
+SECONDS = 0.4  # that each rate is measured for
+ROOM_BYTES = 3 * 2**29  # of memory that measuring takes at most
+BUSY_PERCENT = 30.0  # of the CPU's time
 
 
 def measure(
     device: torch.device, *, file: Path | None = None, should_stop: Callable[[], bool] = lambda: False
 ) -> Speed:
-    """Sustained rates of `device`: of a transformer block in the dtype that networks compute in there, of copies, and of the disk by
-    reading `file` (a model's), else assumed. Raises Cancelled soon after `should_stop()` is true."""
+    """Sustained rates of `device`: FLOP/s of a transformer block in the dtype that networks compute in there, bytes a
+    second of copies, and of the disk by reading `file` (a model's), else assumed.
+
+    Raises Cancelled soon after `should_stop()` is true.
+    """
     kind = device.type
     assumed = device_speed.ASSUMED_CPU if kind == "cpu" else device_speed.ASSUMED
     flops = _block_rate(device, *BLOCK.get(kind, OTHER), should_stop=should_stop)
@@ -59,7 +60,7 @@ def measure(
 
 @torch.no_grad()
 def _block_rate(device: torch.device, tokens: int, width: int, *, should_stop: Callable[[], bool]) -> float:
-    """Operations a second of attention and a feed-forward layer of four times the width, with what stands between them."""
+    """FLOP/s of a transformer block: attention and a feed-forward layer of four times the width, norms and GELU."""
     x = torch.randn(1, tokens, width, device=device).to(device_memory.best_dtype(device))
     weights = [
         torch.randn(rows, columns, device=device).to(x.dtype) / columns**0.5
@@ -74,7 +75,8 @@ def _block_rate(device: torch.device, tokens: int, width: int, *, should_stop: C
     def block() -> torch.Tensor:
         normed = F.layer_norm(x, (width,))
         heads = F.linear(normed, weights[0]).view(1, tokens, 3, width // HEAD, HEAD).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*heads.unbind(0)).transpose(1, 2).reshape(1, tokens, width)
+        query, key, value = heads.unbind(0)  # each (1, heads, tokens, HEAD)
+        mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(1, tokens, width)
         y = x + F.linear(mixed, weights[1])
         return y + F.linear(F.gelu(F.linear(F.layer_norm(y, (width,)), weights[2]), approximate="tanh"), weights[3])
 
@@ -83,38 +85,39 @@ def _block_rate(device: torch.device, tokens: int, width: int, *, should_stop: C
 
 
 def _seconds(work: Callable[[], object], device: torch.device, should_stop: Callable[[], bool]) -> float:
-    """The least time of one call, over as many as fit into SECONDS."""
-    _go_on(should_stop)
+    """The least time of one call, in seconds, over as many as fit into SECONDS."""
+    _check_stop(should_stop)
     work()
-    _wait(device)
+    _synchronize(device)
     best, end = float("inf"), time.monotonic() + SECONDS
     while time.monotonic() < end:
-        _go_on(should_stop)
+        _check_stop(should_stop)
         start = time.monotonic()
         work()
-        _wait(device)
+        _synchronize(device)
         best = min(best, time.monotonic() - start)
     return max(best, 1e-9)
 
 
-def _go_on(should_stop: Callable[[], bool]) -> None:
+def _check_stop(should_stop: Callable[[], bool]) -> None:
     if should_stop():
         raise Cancelled
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)  # the device that is measured, which need not be the current one
 
 
 def _disk(file: Path, should_stop: Callable[[], bool]) -> float:
-    """Bytes a second of reading up to 512 MiB of `file`, in pieces; past the system's cache where it can be told to forget."""
+    """Bytes a second of reading up to 512 MiB of `file`, in pieces; not from the page cache where that can be
+    dropped."""
     with file.open("rb", buffering=0) as source:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         start, count = time.monotonic(), 0
         while count < 2**29 and (piece := source.read(2**24)):
-            _go_on(should_stop)
+            _check_stop(should_stop)
             count += len(piece)
         return max(count / max(time.monotonic() - start, 1e-9), 1.0)
 
@@ -122,25 +125,25 @@ def _disk(file: Path, should_stop: Callable[[], bool]) -> float:
 def measure_once(
     device: torch.device, *, here: Places, should_stop: Callable[[], bool], is_busy: Callable[[], bool] | None = None
 ) -> bool:
-    """Measures `device` for `calibration.json` where that was not done yet. False: not now, since others are at work (`is_busy`) or memory
-    is short; ask again later. Raises Cancelled as `measure` does."""
+    """Measures `device` for `calibration.json`, unless that is done. False: not now, since the CPU is busy (`is_busy`)
+    or memory is short; try again later. Raises Cancelled as `measure` does."""
     card, file = device_memory.probe(device), here.user / "calibration.json"
     if device_speed.speed_of(card, file).measured:
         return True
     if (is_busy or others_are_busy)() or card.free_bytes < ROOM_BYTES:
         return False
     device_speed.remember(card, measure(device, file=largest_file(here), should_stop=should_stop), file)
-    device_memory.give_back(device)
+    device_memory.empty_cache(device)
     return True
 
 
 def others_are_busy() -> bool:
-    """Whether processors have other work, beside which a measurement would be too low."""
+    """Whether the CPU has other work, which would make a measurement too low."""
     return psutil.cpu_percent(interval=0.2) > BUSY_PERCENT
 
 
 def largest_file(here: Places) -> Path | None:
-    """The largest model file that is here, if it is large enough to tell how fast the disk is."""
+    """The largest model file in the models folder, if it is large enough to measure the disk by (128 MiB)."""
     files = (
         [path for path in here.models.rglob("*.safetensors") if path.stat().st_size >= 2**27]
         if here.models.is_dir()
@@ -150,7 +153,7 @@ def largest_file(here: Places) -> Path | None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m backend calibrate", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m backend calibrate", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="auto")
     parser.add_argument("--file", type=Path, default=None, help="a large file on the disk that models lie on")
     said = parser.parse_args(argv)
@@ -159,7 +162,8 @@ def main(argv: list[str] | None = None) -> None:
     found = measure(torch.device(card.device), file=said.file or largest_file(places()))
     device_speed.remember(card, found, places().user / "calibration.json")
     print(
-        f"{card.name}: {found.flops / 1e12:.2f} TFLOP/s, link {found.link_bytes / 1e9:.1f} GB/s, disk {found.disk_bytes / 1e9:.1f} GB/s"
+        f"{card.name}: {found.flops / 1e12:.2f} TFLOP/s, link {found.link_bytes / 1e9:.1f} GB/s, "
+        f"disk {found.disk_bytes / 1e9:.1f} GB/s"
     )
 
 

@@ -1,4 +1,5 @@
-"""What a device can do beyond holding weights: compile a network, multiply in FP8. Each answers with the sentence that says why not."""
+"""Device capabilities: torch.compile and FP8 matmul. Each function returns None, or the reason why not as a
+sentence."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _C = ("gcc", "clang", "cc")
 
 
 def why_no_compiler(device: torch.device) -> str | None:
-    """None where torch.compile can work on `device`, else what is missing. Imports nothing of torch's compiler."""
+    """None where torch.compile works on `device`, else what is missing. Does not import torch's compiler."""
     if device.type == "cpu":
         wanted = (os.environ.get("CXX", ""), *_CPP.get(sys.platform, _CPP["linux"]))
         if any(name and shutil.which(name) for name in wanted):
@@ -34,7 +35,7 @@ def why_no_compiler(device: torch.device) -> str | None:
 
 
 def why_no_fp8_products(device: torch.device) -> str | None:
-    """None where `device` multiplies matrices of 8-bit floats, else the reason. A CPU can, slowly: that is how they are tested."""
+    """None where `device` has an FP8 matmul (`torch._scaled_mm`), else the reason. A CPU has a slow one, for tests."""
     if device.type == "cpu":
         return None if hasattr(torch, "_scaled_mm") else "this build of torch has no FP8 product"
     if device.type != "cuda" or torch.version.hip is not None:
@@ -43,4 +44,7 @@ def why_no_fp8_products(device: torch.device) -> str | None:
     if found >= FP8_CAPABILITY:
         return None
     name, wanted = torch.cuda.get_device_name(device), ".".join(map(str, FP8_CAPABILITY))
-    return f"{name} has compute capability {found[0]}.{found[1]}, and FP8 products need {wanted} (GeForce 40 series or later)"
+    return (
+        f"{name} has compute capability {found[0]}.{found[1]}, and FP8 products need {wanted} "
+        "(GeForce 40 series or later)"
+    )

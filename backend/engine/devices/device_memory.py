@@ -1,7 +1,7 @@
-"""Everything that differs between devices: what there is, how much memory, how to give it back. Bytes throughout.
+"""Devices and their memory: detection, free and total VRAM and RAM, peak, dtypes, emptying caches. Bytes throughout.
 
-CUDA (ROCm builds answer to the same name), MPS, XPU, NPU and the CPU. Asking about a card opens its context, so this runs in
-the worker and in training, never in the studio.
+CUDA (ROCm builds use the same name), MPS, XPU, NPU and the CPU. Querying a card opens its context, so this runs in the
+worker and in training, never in the studio.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import gc
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import torch
@@ -36,7 +37,10 @@ def default_device() -> str:
 
 
 def check_device(device: str) -> torch.device:
-    """`device` ("auto", "cpu", "cuda", "cuda:1", ...) as torch's, with an index where its kind has several. Raises Trouble."""
+    """`device` ("auto", "cpu", "cuda", "cuda:1", ...) as a torch.device, with an index where its kind has several.
+
+    Raises Trouble("bad_device").
+    """
     if str(device) in ("auto", ""):
         device = default_device()
     try:
@@ -65,7 +69,8 @@ def check_device(device: str) -> torch.device:
 
 
 def probe(device: str | torch.device = "auto", *, reserve_bytes: int | None = None) -> Card:
-    """The device as it is now. `reserve_bytes` None: what its kind of desktop usually needs."""
+    """The device as it is now: name, dtypes, total and free bytes. `reserve_bytes` to leave free; None: what a desktop
+    usually needs. Raises Trouble("bad_device")."""
     device = check_device(str(device))
     ram_total, ram_free = ram()
     if device.type == "cpu":
@@ -97,7 +102,7 @@ def probe(device: str | torch.device = "auto", *, reserve_bytes: int | None = No
 
 
 def ram() -> tuple[int, int]:
-    """Total and free RAM of this process: the machine's, or its container's where that is less."""
+    """Total and free bytes of RAM: the machine's, or this process's container's (cgroup) where that is less."""
     memory = psutil.virtual_memory()
     total, free = memory.total, memory.available
     limit, used = _cgroup()
@@ -107,12 +112,13 @@ def ram() -> tuple[int, int]:
 
 
 def is_ram(device: torch.device) -> bool:
-    """Whether tensors on `device` lie in RAM, where the processor computes."""
+    """Whether `device` is the CPU."""
     return device == RAM
 
 
 def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether `tensor` lies on `device`; one that is named without a number ("mps", "cuda") is any of its kind."""
+    """Whether `tensor` (of any shape) lies on `device`; a device without an index ("mps", "cuda") is any of its
+    kind."""
     here = tensor.device
     return here.type == device.type and device.index in (None, here.index)
 
@@ -124,7 +130,8 @@ def processes_here() -> int:
 
 
 def _cgroup(root: Path = Path("/sys/fs/cgroup")) -> tuple[int | None, int]:
-    """Limit and use of the control group (version 2, then 1); (None, 0) where there is none. File cache counts as free."""
+    """Limit and use of the control group (version 2, then 1) in bytes; (None, 0) where there is none. File cache counts
+    as free."""
     for limit_file, used_file, cache_name in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
@@ -143,11 +150,12 @@ def _cgroup(root: Path = Path("/sys/fs/cgroup")) -> tuple[int | None, int]:
 
 
 def card_memory(device: torch.device) -> tuple[int, int]:
-    """Total and free bytes of a card. Where a driver does not tell what others use, free is what this process leaves."""
+    """Total and free bytes (VRAM) of a card. Where a driver does not report what other processes use, free is what this
+    process leaves. Raises RuntimeError where the card does not answer."""
     if device.type == "mps":
         total = torch.mps.recommended_max_memory()
         return total, max(0, total - torch.mps.driver_allocated_memory())
-    module = _module(device.type)
+    module = _accelerator(device)
     if hasattr(module, "mem_get_info"):
         try:
             free, total = module.mem_get_info(device)
@@ -162,7 +170,8 @@ def card_memory(device: torch.device) -> tuple[int, int]:
 
 
 def _windows_budget(total: int) -> int:
-    """Dedicated memory that Windows lets one program have before it moves pages out: all but a sixteenth, at least 512 MiB."""
+    """Dedicated memory that Windows lets one program have before it moves pages out: all but a sixteenth, at least 512
+    MiB."""
     return total - max(512 * 2**20, total // 16)
 
 
@@ -173,7 +182,7 @@ def _usual_reserve(total: int) -> int:
 def _card_name(device: torch.device) -> str:
     if device.type == "mps":
         return "Apple GPU"
-    return str(_module(device.type).get_device_name(device))
+    return str(_accelerator(device).get_device_name(device))
 
 
 def _cpu_name() -> str:
@@ -196,7 +205,8 @@ def _dtypes(device: torch.device) -> tuple[str, ...]:
 
 
 def best_dtype(device: str | torch.device, *, bears: Sequence[str] = ("bfloat16", "float16", "float32")) -> torch.dtype:
-    """What networks compute in there: the first of what they bear (`bears`, names of dtypes) that the device is quick in, else float32."""
+    """The dtype that networks compute in on `device`: the first of `bears` (names of the dtypes that a network can
+    compute in) that the device is fast in, else float32."""
     dtypes = _dtypes(torch.device(device))
     return next((getattr(torch, name) for name in bears if name in dtypes), torch.float32)
 
@@ -208,39 +218,44 @@ def allocated(device: str | torch.device) -> int:
         return psutil.Process().memory_info().rss
     if device.type == "mps":
         return torch.mps.current_allocated_memory()
-    return _module(device.type).memory_allocated(device)
+    return _accelerator(device).memory_allocated(device)
 
 
 def reserved(device: str | torch.device) -> int:
-    """Bytes that this process holds on the device, live or kept for reuse."""
+    """Bytes that this process holds on the device: live tensors, and what the caching allocator keeps for reuse."""
     device = torch.device(device)
     if device.type == "cpu":
         return psutil.Process().memory_info().rss
     if device.type == "mps":
         return torch.mps.driver_allocated_memory()
-    return _module(device.type).memory_reserved(device)
+    return _accelerator(device).memory_reserved(device)
 
 
 class Peak:
-    """The highest `allocated` since it was made. CUDA, XPU, NPU and Linux count themselves; else `look()` is to be called often."""
+    """Peak memory: the highest `allocated` in bytes since this was made.
+
+    CUDA, XPU, NPU and Linux count it themselves; elsewhere `look()` has to be called often.
+    """
 
     def __init__(self, device: str | torch.device):
         self.device = torch.device(device)
         self.highest_bytes = allocated(self.device)
-        self._counter = None
-        if hasattr(_module(self.device.type), "reset_peak_memory_stats"):
-            _module(self.device.type).reset_peak_memory_stats(self.device)
-            self._counter = lambda: _module(self.device.type).max_memory_allocated(self.device)
-        elif self.device.type == "cpu" and _forget_high_water():
+        self._counter: Callable[[], int] = partial(allocated, self.device)
+        module = _module(self.device.type)
+        if module is not None and hasattr(module, "reset_peak_memory_stats"):
+            module.reset_peak_memory_stats(self.device)
+            self._counter = partial(module.max_memory_allocated, self.device)
+        elif self.device.type == "cpu" and _reset_high_water():
             self._counter = _high_water
 
     def look(self) -> int:
-        self.highest_bytes = max(self.highest_bytes, (self._counter or partial(allocated, self.device))())
+        """The peak so far, in bytes."""
+        self.highest_bytes = max(self.highest_bytes, self._counter())
         return self.highest_bytes
 
 
-def _forget_high_water() -> bool:
-    """Makes Linux count the highest resident memory of this process anew; False where it does not."""
+def _reset_high_water() -> bool:
+    """Makes Linux count the peak resident memory (VmHWM) of this process anew; False where it cannot."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
         return _high_water() > 0
@@ -253,8 +268,8 @@ def _high_water() -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
 
 
-def give_back(device: str | torch.device) -> None:
-    """Frees what nothing refers to, on the device and in RAM, pinned RAM included, so that other programs can have it."""
+def empty_cache(device: str | torch.device) -> None:
+    """Collects garbage and empties torch's caches, on the device and in RAM (pinned RAM too), for other programs."""
     gc.collect()
     module = _module(torch.device(device).type)
     if module is not None and hasattr(module, "empty_cache"):
@@ -265,7 +280,7 @@ def give_back(device: str | torch.device) -> None:
 
 
 def can_pin(device: str | torch.device) -> bool:
-    """Whether copies to `device` from pinned RAM run beside its computing."""
+    """Whether copies to `device` from pinned RAM overlap with its computation."""
     return torch.device(device).type in ("cuda", "xpu")
 
 
@@ -277,7 +292,7 @@ def pinned(device: str | torch.device) -> int:
 
 
 def _trim() -> None:
-    """Asks glibc to return freed pages; without it RSS after an unload stays near its peak."""
+    """Makes glibc return freed pages (malloc_trim); without it RSS after an unload stays near its peak."""
     if sys.platform != "linux":
         return
     import ctypes
@@ -289,7 +304,7 @@ def _trim() -> None:
 
 
 def set_threads(count: int | None = None) -> None:
-    """Threads of a computation on the CPU: `count`, else OMP_NUM_THREADS, else one a physical core that this process may use."""
+    """Sets torch's CPU threads: `count`, else OMP_NUM_THREADS, else one per physical core that this process may use."""
     if count is None and os.environ.get("OMP_NUM_THREADS", "").isdigit():
         return  # torch has followed it already
     if count is None:
@@ -300,6 +315,13 @@ def set_threads(count: int | None = None) -> None:
     torch.set_num_threads(max(1, count))
 
 
-def _module(kind: str):
+def _module(kind: str) -> ModuleType | None:
     """torch.cuda, torch.xpu, ...; None for the CPU and where the build has no such module."""
     return None if kind == "cpu" else getattr(torch, kind, None)
+
+
+def _accelerator(device: torch.device) -> ModuleType:
+    """The module of a device that is known to be there."""
+    module = _module(device.type)
+    assert module is not None, f"this build of torch has no {device.type}"
+    return module

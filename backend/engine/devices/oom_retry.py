@@ -1,6 +1,6 @@
-"""Memory that runs out beside the steps: fewer things at once, a picture in tiles, guidance in two passes. Each is said, and kept from then on.
+"""OOM retry while encoding for training: smaller batches, or VAE tiling. Each is noted, and kept from then on.
 
-Where that is not enough, and in the steps themselves, the run begins anew one rung lower (`ladder.py`).
+Where that is not enough, and in the training steps themselves, the run restarts with the next OOM fallback.
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ T = TypeVar("T")
 
 
 def attempt(work: Callable[[], T]) -> T | None:
-    """What `work()` gives; None, with everything of it let go, where memory ran out."""
-    with out_of_memory.passed_over():
+    """The result of `work()`; None, with its tensors released, where it ran out of memory."""
+    with out_of_memory.suppress_oom():
         return work()
-    device_memory.give_back(torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
+    device_memory.empty_cache(torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
     return None
 
 
-class Fewer:
-    """`work` on a sequence (tensors or a list), on as many of it at once as memory is enough for. One alone that is too much is raised."""
+class SmallerBatches:
+    """`work` on a sequence (a tensor, by its first dimension, or a list), in smaller batches after an OOM.
+
+    As accelerate's `find_executable_batch_size`: the batch size is halved each time. Raises the out-of-memory error
+    where a single item is too much. `what` is encoded, in words ("captions").
+    """
 
     def __init__(self, work: Callable[[Sequence], Sequence], note: Callable[[str], None], *, what: str):
         self.work, self.note, self.what = work, note, what
@@ -40,15 +44,16 @@ class Fewer:
             done = attempt(lambda piece=piece: list(self.work(piece)))
             if done is None:
                 self.most = len(piece) // 2
-                self.note(
-                    f"Memory ran out while {self.what} were encoded; {self.most} are encoded at once from now on."
-                )
+                self.note(f"Out of memory while {self.what} were encoded; {self.most} are encoded at once from now on.")
             found += done or []
         return found
 
 
-class Tiled:
-    """`encode(pixels, tiled=...)` of single pictures in tiles where memory runs out without. `exact`: none was so far."""
+class TiledOnOom:
+    """`encode(pixels, tiled=...)`, with VAE tiling for pictures that run out of memory without.
+
+    `exact`: no picture was tiled so far.
+    """
 
     def __init__(self, encode: Callable[..., torch.Tensor], note: Callable[[str], None]):
         self.encode, self.note = encode, note
@@ -59,6 +64,7 @@ class Tiled:
         return self.least is None
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Latents of `pixels`, shape (B, 3, H, W) in -1..1; both as `encode` takes and returns them."""
         size = pixels.shape[-2] * pixels.shape[-1]
         if self.least is not None and size >= self.least:
             return self.encode(pixels, tiled=True)
@@ -69,6 +75,7 @@ class Tiled:
             return found
         self.least = size
         self.note(
-            "Memory ran out while a picture was encoded; such pictures are encoded in tiles, which other runs do not take over. A smaller --max_pixels needs none."
+            "Out of memory while a picture was encoded; such pictures are encoded in tiles (VAE tiling), "
+            "which other runs do not take over. A smaller --max_pixels needs none."
         )
         return self.encode(pixels, tiled=True)

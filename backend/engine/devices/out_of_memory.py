@@ -1,4 +1,4 @@
-"""Memory that ran out: told from other errors, let go of what the error holds, put into words."""
+"""Out-of-memory (OOM) errors: detect them, release tensors held by the traceback, format a message."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from backend.engine.devices import device_memory
 from backend.schema.messages import Trouble
 
-KINDS = (RuntimeError, MemoryError, OSError)  # what it can come as
-SURELY_FULL = 0.1  # of a card: with less of it free, an error that may have other reasons is one of memory
+OOM_TYPES = (RuntimeError, MemoryError, OSError)  # that an OOM can be raised as
+SURELY_FULL = 0.1  # of a card: with less of it free, an error that may have other reasons is taken for an OOM
 _MESSAGES = (
     # torch's own allocators: CUDA, HIP, XPU, NPU, MPS, the CPU
     "out of memory",
@@ -70,9 +70,9 @@ _OF_RAM = (
 _WINDOWS = (8, 14, 1455)  # no memory for a command, for an operation; the paging file is too small
 
 
-def is_one(error: BaseException, device: torch.device | str | None = None) -> bool:
-    """Whether `error` says that memory ran out, on a card or in RAM. Of what a library may say for other reasons too, only where hardly any
-    of the card is free: of `device`, or of the accelerator that is there."""
+def is_oom(error: BaseException, device: torch.device | str | None = None) -> bool:
+    """Whether `error` is an out-of-memory error, of a card or of RAM. Messages that have other causes too count only
+    where hardly any memory of the card is free: of `device`, or of the default accelerator."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, OSError):  # of a mapping
@@ -89,20 +89,20 @@ def _is_full(device: torch.device | str | None) -> bool:
         return False
     try:
         total, free = device_memory.card_memory(device)
-    except RuntimeError:  # the card answers nothing any more: another fault
+    except RuntimeError:  # the card does not answer any more: another fault
         return False
     return free < SURELY_FULL * total
 
 
-def is_of_ram(error: BaseException, device: torch.device) -> bool:
-    """Whether it was RAM that ran out, beside a card that computes; on a CPU that is what computes."""
+def is_ram_oom(error: BaseException, device: torch.device) -> bool:
+    """Whether RAM ran out while an accelerator computes; False on a CPU, whose memory is RAM."""
     if device.type == "cpu" or isinstance(error, torch.OutOfMemoryError):
         return False
     return isinstance(error, MemoryError | OSError) or any(words in str(error).lower() for words in _OF_RAM)
 
 
-def forget(error: BaseException) -> None:
-    """Lets go of the tensors in the frames that `error`, and what it was raised from, has passed through."""
+def release_tensors(error: BaseException) -> None:
+    """Releases the tensors in the frames of the traceback of `error`, and of the errors that it was raised from."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -116,26 +116,27 @@ def forget(error: BaseException) -> None:
 
 
 @contextlib.contextmanager
-def passed_over(device: torch.device | str | None = None) -> Iterator[list[BaseException]]:
-    """Where memory runs out within, goes on after it; the list then has the error, which holds no tensors any more."""
+def suppress_oom(device: torch.device | str | None = None) -> Iterator[list[BaseException]]:
+    """Suppresses an out-of-memory error within; the list then has the error, which holds no tensors any more."""
     found: list[BaseException] = []
     try:
         yield found
-    except KINDS as error:
-        if not is_one(error, device):
+    except OOM_TYPES as error:
+        if not is_oom(error, device):
             raise
-        forget(error)
+        release_tensors(error)
         found.append(error)
 
 
 def trouble(device: str | torch.device, error: BaseException, *, doing: str) -> Trouble:
-    """What to tell a person whose `doing` ("drawing", "loading") ran out of memory."""
+    """The out-of-memory message for users, with what they can do. `doing`: "drawing", "loading"."""
     total, free = (
         device_memory.ram() if torch.device(device).type == "cpu" else device_memory.card_memory(torch.device(device))
     )
     return Trouble(
         "out_of_memory",
-        f"Memory ran out while {doing}: {device} has {total / device_memory.GIB:.1f} GiB, {free / device_memory.GIB:.1f} GiB of it free now.",
+        f"Out of memory while {doing}: {device} has {total / device_memory.GIB:.1f} GiB, "
+        f"{free / device_memory.GIB:.1f} GiB of it free now.",
         hint="Make the picture smaller, close other programs that use the device, or let weights be offloaded.",
         detail=str(error),
     )

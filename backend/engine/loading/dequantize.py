@@ -1,7 +1,8 @@
-"""Quantized weights to float32, on any device: for each form of `backend.catalog.quantization` its formula.
+"""Dequantization: quantized weights to float32, on any device; one formula per form of `backend.catalog.quantization`.
 
-`FORMS[form](pieces, settings, shape)` gets the stored tensors by role, the form's settings and the shape of the result (rows, columns), and
-returns that, float32. Where a formula comes from stands at the form's evidence in `backend.catalog.quantization`.
+`FORMS[form](pieces, settings, shape)` gets the stored tensors by role, the form's settings and the shape of the result
+(rows, columns), and returns that, float32. The source of each formula stands at the form's evidence in
+`backend.catalog.quantization`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from backend.catalog.spec import TensorAt
+from backend.catalog.spec import Packed, TensorAt
 from backend.engine.loading.gguf_dequantize import table
 from backend.schema.messages import Trouble
 
@@ -38,14 +39,17 @@ _H4 = ((1, 1, 1, -1), (1, 1, -1, 1), (1, -1, 1, 1), (-1, 1, 1, 1))
 
 @dataclass(frozen=True)
 class Dequantizer:
-    """A quantized weight; `decode` makes its numbers from its bytes, which are those of its pieces one after the other (`pieces_of`)."""
+    """A quantized weight. Its bytes are those of its pieces one after the other (`pieces_of`)."""
 
     at: TensorAt
-    _looked: list[bool] = field(default_factory=list, compare=False, repr=False)
+    _checked: list[bool] = field(default_factory=list, compare=False, repr=False)
 
-    def decode(self, raw: torch.Tensor) -> torch.Tensor:
-        """float32, `at.shape`, on the device of `raw` (uint8, (at.nbytes,)). Raises Trouble for a factor that is no finite number."""
-        made = self.at.packed
+    def dequantize(self, raw: torch.Tensor) -> torch.Tensor:
+        """float32 of shape `at.shape`, on the device of `raw` (uint8, shape (at.nbytes,)).
+
+        Raises Trouble ("not_finite") where a scale is NaN or infinite.
+        """
+        packed = packed_of(self.at)
         pieces, start = {}, 0
         for role, piece in pieces_of(self.at):
             part = raw[start : start + piece.nbytes]
@@ -54,56 +58,64 @@ class Dequantizer:
                 part.view(dtype).view(piece.shape) if piece.nbytes else part.new_empty(piece.shape, dtype=dtype)
             )
             start += piece.nbytes
-        numbers = FORMS[made.form](pieces, dict(made.settings), made.whole)
-        if not self._looked:  # at the first time: each look waits for all that runs on a card
+        numbers = FORMS[packed.form](pieces, dict(packed.settings), packed.whole)
+        if not self._checked:  # only once: each check synchronizes with the accelerator
             if not bool(torch.isfinite(numbers).all()):
                 raise Trouble(
                     "not_finite",
-                    f"A factor of {self.at.key} in {self.at.file.name} is NaN or infinite.",
+                    f"A scale of {self.at.key} in {self.at.file.name} is NaN or infinite.",
                     hint="The model's file is damaged.",
                 )
-            self._looked.append(True)
-        if made.rows is not None:
-            numbers = numbers[made.rows[0] : made.rows[1]]
+            self._checked.append(True)
+        if packed.rows is not None:
+            numbers = numbers[packed.rows[0] : packed.rows[1]]
         return numbers.reshape(self.at.shape)
 
 
 def pieces_of(at: TensorAt) -> list[tuple[str, TensorAt]]:
-    """The stored tensors of a quantized weight in the order in which they are read: larger numbers first, so that each lies aligned."""
-    return sorted(at.packed.pieces, key=lambda pair: -TORCH_DTYPES.get(pair[1].dtype, torch.uint8).itemsize)
+    """The stored tensors of a quantized weight by role, in the order in which they are read: larger dtypes first, so
+    that each lies aligned."""
+    return sorted(packed_of(at).pieces, key=lambda pair: -TORCH_DTYPES.get(pair[1].dtype, torch.uint8).itemsize)
 
 
-def _blocks(factor: torch.Tensor, rows: int, columns: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """One factor for each block of `rows` x `columns` as one for each number of a matrix of `shape`; the last blocks may be cut off."""
+def packed_of(at: TensorAt) -> Packed:
+    """How a tensor is quantized that is known to be."""
+    assert at.packed is not None, f"{at.key} is not quantized"
+    return at.packed
+
+
+def _per_block(scale: torch.Tensor, rows: int, columns: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """One scale for each block of `rows` x `columns` as one for each number of a matrix of `shape` (float32, broadcast
+    where one block spans all); the last blocks may be cut off."""
     counts = -(-shape[0] // rows), -(-shape[1] // columns)
-    spread = factor.float().reshape(counts)
-    spread = spread.repeat_interleave(rows, 0)[: shape[0]] if counts[0] > 1 or rows == 1 else spread
-    return spread.repeat_interleave(columns, 1)[:, : shape[1]] if counts[1] > 1 else spread
+    repeated = scale.float().reshape(counts)
+    repeated = repeated.repeat_interleave(rows, 0)[: shape[0]] if counts[0] > 1 or rows == 1 else repeated
+    return repeated.repeat_interleave(columns, 1)[:, : shape[1]] if counts[1] > 1 else repeated
 
 
 def _scaled_blocks(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
-    return pieces["weight"].float().mul_(_blocks(pieces["scale"], settings["rows"], settings["columns"], shape))
+    return pieces["weight"].float().mul_(_per_block(pieces["scale"], settings["rows"], settings["columns"], shape))
 
 
 def _affine_blocks(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
-    """(codes - zero point) x scale, each for a block."""
+    """(codes - zero point) x scale, one of each per block."""
     codes = pieces["weight"].float().reshape(shape[0], -1)
     flat = tuple(codes.shape)
     if "zero" in pieces:
-        codes = codes - _blocks(pieces["zero"], settings["rows"], settings["columns"], flat)
-    return codes.mul_(_blocks(pieces["scale"], settings["rows"], settings["columns"], flat)).reshape(shape)
+        codes = codes - _per_block(pieces["zero"], settings["rows"], settings["columns"], flat)
+    return codes.mul_(_per_block(pieces["scale"], settings["rows"], settings["columns"], flat)).reshape(shape)
 
 
 def _convrot_int8(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
     scale = pieces["scale"].float()
     scale = scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(1, 1)
-    return _rotated(pieces["weight"].float().mul_(scale), settings["group"])
+    return _hadamard_rotated(pieces["weight"].float().mul_(scale), settings["group"])
 
 
 def _convrot_int4(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
     codes = _nibbles(pieces["weight"])
     codes = torch.where(codes > 7, codes.float() - 16, codes.float())
-    return _rotated(codes.mul_(pieces["scale"].float().reshape(-1, 1)), settings["group"])
+    return _hadamard_rotated(codes.mul_(pieces["scale"].float().reshape(-1, 1)), settings["group"])
 
 
 def _w4a8(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
@@ -112,7 +124,7 @@ def _w4a8(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Te
     groups = (groups.view(torch.float8_e4m3fn) if groups.dtype is torch.uint8 else groups).float()
     values = pieces["levels"].float()[codes.int()] if "levels" in pieces else codes.float() - 8
     values = values.view(shape[0], groups.shape[1], -1).mul_(groups[:, :, None]).round_().clamp_(-127, 127)
-    return _rotated(values.view(shape).mul_(pieces["scale"].float().reshape(-1, 1)), settings["group"])
+    return _hadamard_rotated(values.view(shape).mul_(pieces["scale"].float().reshape(-1, 1)), settings["group"])
 
 
 def _awq_w4a16(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
@@ -122,26 +134,29 @@ def _awq_w4a16(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> tor
 
 
 def _mxfp8(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
-    return _by_run(pieces["weight"].float(), _powers(_laid_out(pieces["scale"], settings, pieces["weight"], 32)), shape)
+    return _scaled_runs(
+        pieces["weight"].float(), _e8m0(_untiled(pieces["scale"], settings, pieces["weight"], 32)), shape
+    )
 
 
 def _mxfp4(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
     numbers = _e2m1(_nibbles(pieces["weight"]))
-    return _by_run(numbers, _powers(_laid_out(pieces["scale"], settings, numbers, 32)), shape)
+    return _scaled_runs(numbers, _e8m0(_untiled(pieces["scale"], settings, numbers, 32)), shape)
 
 
 def _nvfp4(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
     numbers = _e2m1(_nibbles(pieces["weight"], high_first=settings["high_first"]))
     stored = pieces["scale"].view(torch.uint8)
-    scale = _laid_out(stored, settings, numbers, 16).contiguous().view(torch.float8_e4m3fn).float()
+    scale = _untiled(stored, settings, numbers, 16).contiguous().view(torch.float8_e4m3fn).float()
     if "whole" in pieces:
         scale = scale * pieces["whole"].float().reshape(())
-    weight = _by_run(numbers, scale, shape)
+    weight = _scaled_runs(numbers, scale, shape)
     return weight.mul_(pieces["input"].float()) if "input" in pieces else weight
 
 
 def _bitsandbytes_4bit(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torch.Tensor:
-    """Levels times the largest magnitude of a block; blocks run over the flattened matrix, the high nibble comes first."""
+    """Levels times the largest magnitude of a block; blocks run over the flattened matrix, the high nibble comes
+    first."""
     count, absmax = math.prod(shape), pieces["absmax"]
     if "nested_absmax" in pieces:
         inner = pieces["nested_levels"].float()[absmax.int()]
@@ -189,7 +204,7 @@ def _svdquant(pieces: Pieces, settings: Mapping, shape: tuple[int, ...]) -> torc
 
 
 def _svdquant_residual(pieces: Pieces, settings: Mapping, rows: int, columns: int) -> torch.Tensor:
-    """Codes of a warp: 128 rows x 64 columns a tile, eight codes a word, lowest bits first, words in the order of the lanes."""
+    """Codes of a warp: 128 rows x 64 columns a tile, eight codes a word, lowest bits first, words in lane order."""
     tiles = pieces["weight"].reshape(rows // 128, columns // 64, 8, 8, 4, 2, 2, 4)
     codes = _nibbles(tiles)  # (row tile, column tile, pack, row lane, column lane, row of pack, column of pack, code)
     codes = codes.permute(0, 2, 5, 3, 1, 6, 4, 7).reshape(rows, columns)
@@ -206,7 +221,7 @@ def _svdquant_residual(pieces: Pieces, settings: Mapping, rows: int, columns: in
     else:
         scale = _of_lanes(pieces["scale"], rows, columns // 64)
         numbers = torch.where(codes > 7, codes.float() - 16, codes.float())
-    numbers = _by_run(numbers, scale, (rows, columns))
+    numbers = _scaled_runs(numbers, scale, (rows, columns))
     return numbers.div_(_of_lanes(pieces["smooth"], columns, 1).view(1, -1))
 
 
@@ -251,7 +266,8 @@ def _svdquant_modulation_bias(pieces: Pieces, settings: Mapping, shape: tuple[in
 
 
 def _nibbles(data: torch.Tensor, *, high_first: bool = False) -> torch.Tensor:
-    """Two codes a byte, (rows, columns / 2) to (rows, columns) uint8; the low nibble is the first unless `high_first`."""
+    """Two codes a byte, (rows, columns / 2) to (rows, columns) uint8; the low nibble is the first unless
+    `high_first`."""
     data = data.view(torch.uint8)
     pair = (data & 15, data >> 4)
     return torch.stack(pair[::-1] if high_first else pair, dim=-1).flatten(-2)
@@ -261,30 +277,29 @@ def _e2m1(codes: torch.Tensor) -> torch.Tensor:
     return table(_E2M1, codes.device)[codes.int()]
 
 
-def _powers(exponents: torch.Tensor) -> torch.Tensor:
+def _e8m0(exponents: torch.Tensor) -> torch.Tensor:
     """E8M0: 2 ** (e - 127); 255 stands for NaN and becomes infinite here."""
     return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.to(torch.int32) - 127)
 
 
-def _laid_out(scale: torch.Tensor, settings: Mapping, numbers: torch.Tensor, block: int) -> torch.Tensor:
+def _untiled(scale: torch.Tensor, settings: Mapping, numbers: torch.Tensor, block: int) -> torch.Tensor:
     """Block scales (uint8) as (rows, blocks), taken out of cuBLAS' tiles of 128 x 4 where they lie in these."""
     rows, blocks = numbers.shape[0], numbers.shape[1] // block
     if not settings["tiled"]:
         return scale.reshape(rows, blocks)
     down, across = -(-rows // 128), -(-blocks // 4)
-    tiles = scale.reshape(down, across, 32, 4, 4).permute(
-        0, 3, 2, 1, 4
-    )  # (tile row, 32-row group, row, tile column, column)
+    # to (tile row, 32-row group, row, tile column, column)
+    tiles = scale.reshape(down, across, 32, 4, 4).permute(0, 3, 2, 1, 4)
     return tiles.reshape(down * 128, across * 4)[:rows, :blocks]
 
 
-def _by_run(numbers: torch.Tensor, scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def _scaled_runs(numbers: torch.Tensor, scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Runs of neighbouring inputs times their factors (rows, runs); rows that were added at the end are cut off."""
     rows, runs = scale.shape
     return numbers.view(rows, runs, -1).mul_(scale[:, :, None]).view(numbers.shape)[: shape[0]]
 
 
-def _rotated(weight: torch.Tensor, group: int) -> torch.Tensor:
+def _hadamard_rotated(weight: torch.Tensor, group: int) -> torch.Tensor:
     """Groups of inputs times the regular Hadamard matrix H4 (x) H4 ... / sqrt(group), which is its own inverse."""
     four = table(_H4, weight.device)
     matrix = four

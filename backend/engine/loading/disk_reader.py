@@ -1,11 +1,13 @@
-"""Bytes of weights on the move: reading them from the user's own file, and where they land.
+"""Reading weights from the user's own files: byte spans, the layout of tensors in flat buffers, allocation.
 
-`Reader` fills buffers with `preadv`: one call for all tensors that lie side by side in the file, each to its own aligned place, without a
-copy between. Reading into a buffer that is used again runs at the speed of memory; fresh memory would cost a page fault every 4 KiB.
+`Reader` fills buffers with `preadv`: one system call for all tensors that lie side by side in the file, each to its own
+aligned place, without a copy in between. Reading into a reused buffer runs at the speed of memory; fresh memory would
+cost a page fault every 4 KiB.
 """
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
 import threading
@@ -20,13 +22,15 @@ from backend.engine.devices import device_memory, out_of_memory
 from backend.engine.loading.dequantize import pieces_of
 from backend.schema.messages import Trouble
 
-ALIGNMENT = 256  # bytes: whole cache lines; and cuBLAS chooses its kernels by alignments up to this, so weights in a buffer compute as others do
-MOST_PIECES = 512  # of one scattered read; systems allow 1024
+# bytes: whole cache lines; and cuBLAS chooses its kernels by alignments up to this, so that weights in a buffer compute
+# exactly as others do
+ALIGNMENT = 256
+MOST_PIECES = 512  # of one scattered read; systems allow 1024 (IOV_MAX)
 
 
 @dataclass(frozen=True)
 class Field:
-    """One tensor in a flat buffer."""
+    """One tensor in a flat buffer; `offset` and `nbytes` in bytes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -36,7 +40,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Layout:
-    """How tensors lie in one flat buffer of `nbytes`."""
+    """Where tensors are in one flat buffer of `nbytes`."""
 
     fields: tuple[Field, ...]
     nbytes: int
@@ -46,7 +50,7 @@ class Layout:
 
 
 def lay_out(tensors: Iterable[tuple[torch.dtype, tuple[int, ...]]]) -> Layout:
-    """Tensors one after the other, each aligned."""
+    """The layout of tensors (dtype, shape) one after the other, each aligned."""
     fields, offset = [], 0
     for dtype, shape in tensors:
         nbytes = dtype.itemsize
@@ -58,7 +62,7 @@ def lay_out(tensors: Iterable[tuple[torch.dtype, tuple[int, ...]]]) -> Layout:
 
 
 def views(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """The tensors of `layout` in `buffer` (uint8, at least `layout.nbytes`), without a copy."""
+    """The tensors of `layout`, in their dtypes and shapes, as views of `buffer` (uint8, shape (>= layout.nbytes,))."""
     with torch.inference_mode(False):
         return [
             buffer[field.offset : field.offset + field.nbytes].view(field.dtype).view(field.shape)
@@ -67,8 +71,11 @@ def views(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
 
 
 def allocate(nbytes: int, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
-    """Uninitialised bytes (uint8) on `device`. In RAM they come from the system by a mapping of their own, in large pages where it has
-    them, so that they go back to the system the moment that the last tensor goes."""
+    """Uninitialised memory (uint8, shape (nbytes,)) on `device`.
+
+    RAM is a private mapping, in huge pages where the system has them, so that it goes back to the system the moment
+    that the last tensor is freed. Raises MemoryError or OutOfMemoryError.
+    """
     with torch.inference_mode(False):
         if not device_memory.is_ram(device):
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -94,7 +101,8 @@ class Span:
 
 
 def spans_of(tensors: Sequence[TensorAt], layout: Layout) -> tuple[Span, ...]:
-    """What to read for `layout`, whose fields are `tensors` as stored. Raises Trouble where sizes disagree."""
+    """What to read for `layout`, whose fields are `tensors` as stored. Raises Trouble ("damaged") where the bytes of a
+    tensor in its file are not those of its shape and dtype."""
     for at, field in zip(tensors, layout.fields, strict=True):
         if at.nbytes != field.nbytes:
             raise Trouble(
@@ -113,7 +121,8 @@ def spans_of(tensors: Sequence[TensorAt], layout: Layout) -> tuple[Span, ...]:
 
 
 def cut(spans: Iterable[Span], piece_bytes: int) -> list[tuple[int, int, tuple[Span, ...]]]:
-    """`spans` grouped into pieces of the buffer of at most `piece_bytes`: (offset, length, spans with offsets inside the piece)."""
+    """`spans` grouped into pieces of the buffer of at most `piece_bytes` each: (offset, bytes, spans with offsets
+    inside the piece)."""
     pieces: dict[int, list[Span]] = {}
     for span in spans:
         done = 0
@@ -129,50 +138,52 @@ def cut(spans: Iterable[Span], piece_bytes: int) -> list[tuple[int, int, tuple[S
 
 
 class Reader:
-    """Reads spans of files into memory; safe to use from several threads. Files stay open until `close`."""
+    """Reads spans of files into memory; thread-safe. Files stay open until `close`."""
 
     def __init__(self):
-        self._files = {}
+        self._files: dict[Path, io.FileIO] = {}
         self._lock = threading.Lock()
         self.num_bytes = 0  # read so far
 
     def read(self, spans: Sequence[Span], buffer: torch.Tensor) -> None:
-        """Fills `buffer` (uint8 in RAM) as `spans` say. Raises Trouble where a file is gone or too short."""
-        room = memoryview(buffer.numpy())
+        """Fills `buffer` (uint8 in RAM, one-dimensional (n,)) as `spans` say. Raises Trouble ("missing_file",
+        "damaged") where a file is gone or too short."""
+        room = memoryview(buffer.numpy())  # pyright: ignore[reportArgumentType]  (numpy's stubs hide the buffer)
         for group in _side_by_side(spans):
             file = self._open(group[0].file)
             pieces = [room[span.offset : span.offset + span.nbytes] for span in group]
             self._fill(file, group[0].file, group[0].start, pieces)
 
     def read_tensors(self, tensors: Sequence[TensorAt], layout: Layout, buffer: torch.Tensor) -> None:
-        """Fills `buffer` with `tensors`, laid out as `layout`."""
+        """Fills `buffer` (uint8 in RAM, shape (>= layout.nbytes,)) with `tensors`, laid out as `layout`."""
         self.read(spans_of(tensors, layout), buffer)
 
     def close(self) -> None:
+        """Closes the files."""
         with self._lock:
             for file in self._files.values():
                 file.close()
             self._files.clear()
 
-    def _open(self, path: Path):
+    def _open(self, path: Path) -> io.FileIO:
         with self._lock:
             if path not in self._files:
                 try:
                     self._files[path] = path.open("rb", buffering=0)
                 except OSError as error:
-                    if out_of_memory.is_one(error):
+                    if out_of_memory.is_oom(error):
                         raise
                     raise Trouble(
                         "missing_file", f"{path} cannot be read: {error.strerror}.", hint="Was it moved?"
                     ) from None
             return self._files[path]
 
-    def _fill(self, file, path: Path, start: int, pieces: list[memoryview]) -> None:
+    def _fill(self, file: io.FileIO, path: Path, start: int, pieces: list[memoryview]) -> None:
         while pieces:
             try:
                 got = self._scatter(file, start, pieces)
             except OSError as error:
-                if out_of_memory.is_one(error):
+                if out_of_memory.is_oom(error):
                     raise
                 raise Trouble(
                     "damaged", f"{path} cannot be read: {error.strerror}.", hint="Is the disk still there?"
@@ -183,7 +194,7 @@ class Reader:
             start += got
             pieces = _rest(pieces, got)
 
-    def _scatter(self, file, start: int, pieces: list[memoryview]) -> int:
+    def _scatter(self, file: io.FileIO, start: int, pieces: list[memoryview]) -> int:
         if hasattr(os, "preadv"):
             return os.preadv(file.fileno(), pieces[:MOST_PIECES], start)
         with self._lock:  # Windows: one position per file

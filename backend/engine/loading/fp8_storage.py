@@ -1,14 +1,14 @@
-"""Eight-bit storage of weights: into it, and exactly out of it.
+"""FP8 storage of weights (layerwise casting): quantization to float8, and the exact cast back.
 
-FP8 here is *storage*: matrices lie in one byte a number and are cast to the computation dtype right before they are used. It
-saves memory and moved bytes, and is not faster than bfloat16. Matrices of a block are stored with one power of two a tensor
-(`exponent`), so that their largest number fills the format: trained weights near 0.02 would otherwise fall among the
-format's subnormal numbers. A power of two costs nothing when casting back and rounds nothing.
+FP8 here is *storage*: matrices take one byte a number and are cast to the computation dtype right before they are
+used. It saves memory and transferred bytes, and is not faster than bfloat16. Matrices of a block are stored with one
+power-of-two scale a tensor (`exponent`), so that their largest number fills the format: trained weights near 0.02 would
+otherwise fall among the format's subnormal numbers. A power of two costs nothing when casting back and rounds nothing.
 
-Casting to bfloat16 on a CPU is done by four integer operations over cache-sized chunks: widen the byte with its sign, shift
-exponent and mantissa to bfloat16's places, mask, and multiply by the power of two that makes up for the other exponent bias.
-This is exact for every finite code, subnormal ones too. Codes that are no finite number (`special`) have to be put in by hand, which is
-only done where there are any.
+Casting to bfloat16 on a CPU is done by four integer operations over cache-sized chunks: widen the byte with its sign,
+shift exponent and mantissa to bfloat16's places, mask, and multiply by the power of two that makes up for the other
+exponent bias. This is exact for every finite code, subnormal ones too. NaN and Inf codes (`nonfinite`) are filled in
+afterwards, which is only done where there are any.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
-CARD_CHUNK = 1 << 26
-CHUNK = 1 << 19  # numbers cast at a time: one MiB of bfloat16 stays in the second-level cache
+CHUNK = 1 << 19  # numbers cast at a time on a CPU: one MiB of bfloat16 stays in the second-level cache
+CARD_CHUNK = 1 << 26  # on an accelerator
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Format:
     shift: int  # places to the left that bring the exponent's lowest bit to bit 7
     mask: int  # sign, exponent and mantissa after the shift, as a signed 16-bit number
     exponent: int  # difference of the exponent biases
-    special: tuple[int, ...]  # codes, as signed bytes, that stand for no finite number
+    nonfinite: tuple[int, ...]  # codes, as signed bytes, that stand for NaN and Inf
 
 
 FORMATS = {
@@ -39,7 +39,7 @@ FORMATS = {
     "float8_e4m3fnuz": Format(torch.float8_e4m3fnuz, 240.0, 4, 0x87F0 - 0x10000, 119, (-128,)),
     "float8_e5m2": Format(torch.float8_e5m2, 57344.0, 5, 0x8FE0 - 0x10000, 112, (124, 125, 126, 127, -4, -3, -2, -1)),
 }
-_BY_DTYPE = {form.dtype: form for form in FORMATS.values()}
+_BY_DTYPE = {fmt.dtype: fmt for fmt in FORMATS.values()}
 
 
 def is_float8(dtype: torch.dtype) -> bool:
@@ -47,14 +47,15 @@ def is_float8(dtype: torch.dtype) -> bool:
     return dtype in _BY_DTYPE
 
 
-def has_special(codes: torch.Tensor) -> bool:
-    """Whether any code of a float8 tensor is NaN or infinite. Slower than a cast: ask once and remember."""
+def has_nonfinite(codes: torch.Tensor) -> bool:
+    """Whether any code of a float8 tensor (any shape) is NaN or Inf. Slower than a cast: check once and remember."""
     found = codes.reshape(-1).view(torch.int8)
-    return any(bool((found == code).any()) for code in _BY_DTYPE[codes.dtype].special)
+    return any(bool((found == code).any()) for code in _BY_DTYPE[codes.dtype].nonfinite)
 
 
 def exponent_for(weight: torch.Tensor, dtype: torch.dtype) -> int:
-    """The power of two that scales the largest number of `weight` to just inside the range of `dtype`; 0 for zeros and NaN."""
+    """The exponent of the power of two that scales the largest number of `weight` (a float of any shape) to just inside
+    the range of `dtype`; 0 for zeros and NaN."""
     if weight.numel() == 0:
         return 0
     low, high = torch.stack(torch.aminmax(weight.detach())).tolist()  # makes no copy of the weight, as abs() would
@@ -65,8 +66,11 @@ def exponent_for(weight: torch.Tensor, dtype: torch.dtype) -> int:
 
 
 def store(weight: torch.Tensor, codes: torch.Tensor) -> int:
-    """Rounds `weight` (float32, float16 or bfloat16) to the nearest codes, in place in `codes` (float8, same shape), and returns
-    the exponent: `weight` is about `codes` / 2**exponent, with a relative error of at most 2**-4 (e5m2: 2**-3) of each normal number."""
+    """Quantizes `weight` (float32, float16 or bfloat16) to the nearest codes, in place in `codes` (float8, same shape).
+
+    Returns the exponent: `weight` is about `codes` / 2**exponent, with a relative error of at most 2**-4 (e5m2: 2**-3)
+    of each normal number.
+    """
     exponent = exponent_for(weight, codes.dtype)
     if exponent == 0:
         codes.copy_(weight)
@@ -79,12 +83,14 @@ def store(weight: torch.Tensor, codes: torch.Tensor) -> int:
 
 
 def cast(
-    codes: torch.Tensor, out: torch.Tensor, *, factor: float | torch.Tensor = 1.0, special: bool | None = None
+    codes: torch.Tensor, out: torch.Tensor, *, factor: float | torch.Tensor = 1.0, nonfinite: bool | None = None
 ) -> torch.Tensor:
-    """`codes` (float8) times `factor`, written to `out` (same shape, contiguous; bfloat16, float16 or float32), rounded once.
+    """`codes` (float8) times `factor`, written to `out` (same shape, contiguous; bfloat16, float16 or float32), rounded
+    once.
 
-    `factor` is a number or a float32 tensor that broadcasts against the weight (the scales of scaled 8-bit files: one, or one a row).
-    `special` says whether any code is NaN or infinite; None looks. Exact when `factor` is a power of two in range.
+    `factor` is a number or a float32 tensor that broadcasts against the weight (the scales of scaled FP8 files: one, or
+    one a row). `nonfinite` says whether any code is NaN or Inf; None checks. Exact when `factor` is a power of two in
+    range.
     """
     if isinstance(factor, torch.Tensor) and factor.numel() == 1:
         factor = float(factor)
@@ -92,17 +98,24 @@ def cast(
     if codes.device.type != "cpu":
         _cast_by_torch(codes, out, number)
     elif out.dtype is torch.bfloat16 and 2.0**-100 < abs(number) < 64.0:
-        _cast_to_bfloat16(codes.reshape(-1), out.view(-1), number, has_special(codes) if special is None else special)
+        _cast_to_bfloat16(
+            codes.reshape(-1), out.view(-1), number, has_nonfinite(codes) if nonfinite is None else nonfinite
+        )
     else:
-        _cast_by_chunks(codes.reshape(-1), out.view(-1), number, has_special(codes) if special is None else special)
+        _cast_by_chunks(
+            codes.reshape(-1), out.view(-1), number, has_nonfinite(codes) if nonfinite is None else nonfinite
+        )
     if isinstance(factor, torch.Tensor):
         multiply(out, out, factor)
     return out
 
 
 def multiply(numbers: torch.Tensor, out: torch.Tensor, factor: float | torch.Tensor) -> None:
-    """Writes `numbers` times `factor` (one number, or a float32 tensor of one a row) to `out`, computed in float32 and rounded once; a strip of
-    rows at a time, so that beside `out` little memory is taken. `factor` is best where `out` is: bringing it waits for all that runs there."""
+    """Writes `numbers` times `factor` to `out` (same shape as `numbers`), computed in float32 and rounded once.
+
+    `factor`: one number, or float32 of shape (1,) or (rows,). A strip of rows at a time, so that little memory is taken
+    besides `out`. `factor` should be on the device of `out`: copying it there synchronizes.
+    """
     single = not isinstance(factor, torch.Tensor) or factor.numel() == 1
     if isinstance(factor, torch.Tensor):
         factor = factor.to(device=out.device, dtype=torch.float32)
@@ -110,11 +123,15 @@ def multiply(numbers: torch.Tensor, out: torch.Tensor, factor: float | torch.Ten
     rows = max(1, _chunk(out.device) // max(1, out[:1].numel())) if out.ndim else 1
     for start in range(0, out.shape[0] if out.ndim else 1, rows):
         part = slice(start, start + rows) if out.ndim else ...
-        out[part].copy_(numbers[part].to(torch.float32) * (factor if single else factor[part]))
+        out[part].copy_(
+            numbers[part].to(torch.float32)
+            * (factor[part] if isinstance(factor, torch.Tensor) and not single else factor)
+        )
 
 
 def _chunk(device: torch.device) -> int:
-    """Numbers to work on at a time: what stays in a processor's cache; on a card a whole matrix, but for the largest."""
+    """Numbers to work on at a time: what stays in a processor's cache; on a card a whole matrix, but for the
+    largest."""
     return CHUNK if device.type == "cpu" else CARD_CHUNK
 
 
@@ -124,33 +141,33 @@ def _cast_by_torch(codes: torch.Tensor, out: torch.Tensor, factor: float) -> Non
         out.mul_(factor)
 
 
-def _cast_to_bfloat16(codes: torch.Tensor, out: torch.Tensor, factor: float, special: bool) -> None:
-    form = _BY_DTYPE[codes.dtype]
-    scale = math.ldexp(factor, form.exponent)
+def _cast_to_bfloat16(codes: torch.Tensor, out: torch.Tensor, factor: float, nonfinite: bool) -> None:
+    fmt = _BY_DTYPE[codes.dtype]
+    scale = math.ldexp(factor, fmt.exponent)
     signed, bits = codes.view(torch.int8), out.view(torch.int16)
     for start in range(0, codes.numel(), CHUNK):
         piece = bits[start : start + CHUNK]
         piece.copy_(signed[start : start + CHUNK])
-        piece.bitwise_left_shift_(form.shift).bitwise_and_(form.mask)
+        piece.bitwise_left_shift_(fmt.shift).bitwise_and_(fmt.mask)
         out[start : start + CHUNK].mul_(scale)
-    if special:
-        _put_special(codes, out, factor)
+    if nonfinite:
+        _put_nonfinite(codes, out, factor)
 
 
-def _put_special(codes: torch.Tensor, out: torch.Tensor, factor: float) -> None:
-    """Replaces what the integer path made of NaN and infinite codes by what they stand for, times `factor`."""
-    form, signed = _BY_DTYPE[codes.dtype], codes.view(torch.int8)
-    for code in form.special:
-        value = torch.tensor([code], dtype=torch.int8).view(form.dtype).to(torch.float32).item() * factor
+def _put_nonfinite(codes: torch.Tensor, out: torch.Tensor, factor: float) -> None:
+    """Replaces what the integer path made of NaN and Inf codes by what they stand for, times `factor`."""
+    fmt, signed = _BY_DTYPE[codes.dtype], codes.view(torch.int8)
+    for code in fmt.nonfinite:
+        value = torch.tensor([code], dtype=torch.int8).view(fmt.dtype).to(torch.float32).item() * factor
         out.masked_fill_(signed == code, value)
 
 
-def _cast_by_chunks(codes: torch.Tensor, out: torch.Tensor, factor: float, special: bool) -> None:
+def _cast_by_chunks(codes: torch.Tensor, out: torch.Tensor, factor: float, nonfinite: bool) -> None:
     """The exact bfloat16 of each chunk first, then the factor in float32, then `out`'s dtype."""
     exact = torch.empty(min(CHUNK, codes.numel()), dtype=torch.bfloat16)
     for start in range(0, codes.numel(), CHUNK):
         piece = exact[: min(CHUNK, codes.numel() - start)]
-        _cast_to_bfloat16(codes[start : start + CHUNK], piece, 1.0, special)
+        _cast_to_bfloat16(codes[start : start + CHUNK], piece, 1.0, nonfinite)
         target = out[start : start + CHUNK]
         if factor == 1.0:
             target.copy_(piece)

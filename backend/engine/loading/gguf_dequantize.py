@@ -1,7 +1,9 @@
-"""Numbers in the blocks of ggml's quantized types: bytes to float32, on any device.
+"""GGUF dequantization: the blocks of ggml's quantized types (Q4_0, Q4_K, IQ2_XXS, ...) to float32, on any device.
 
-Layouts and formulas are those of the ggml project's reference code (`dequantize_row_*`). B blocks of 32 or 256 numbers; d and m are a block's scale
-and offset in float16, the "K" types have 6-bit (or 4-bit) scales for groups of 16 or 32 numbers besides.
+Layouts and formulas are those of the ggml project's reference code (`dequantize_row_*`). Shapes: B blocks of 32 or
+256 numbers; d and m are a block's scale and offset in float16; the "K" types have 6-bit (or 4-bit) scales for groups
+of 16 or 32 numbers besides. Each `_q*`, `_iq*` function takes blocks (B, bytes of a block) uint8 and returns float32
+with the numbers of each block in order, in any shape of (B, ...).
 """
 
 from __future__ import annotations
@@ -16,15 +18,15 @@ from safetensors.torch import load_file
 
 from backend.schema.paths import ASSETS
 
-PIECE, CARD_PIECE = 1 << 20, 1 << 24  # numbers read at a time: each step of a formula makes as many again, in float32
+PIECE, CARD_PIECE = 1 << 20, 1 << 24  # numbers dequantized at a time: each step of a formula allocates as many float32
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # the 16 levels of the IQ4 types
 
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # of 4-bit floats, doubled
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """A tensor of `shape` in blocks of the type `kind`."""
+class GgufBlocks:
+    """A tensor of `shape` in blocks of the type `kind` ("GGUF_Q4_K", ...)."""
 
     kind: str
     shape: tuple[int, ...]
@@ -34,8 +36,8 @@ class Blocks:
         size, nbytes, _ = TYPES[self.kind]
         return math.prod(self.shape) // size * nbytes if math.prod(self.shape) % size == 0 else -1
 
-    def decode(self, raw: torch.Tensor) -> torch.Tensor:
-        """The numbers (float32) of `raw` (uint8, all bytes of the tensor), on its device."""
+    def dequantize(self, raw: torch.Tensor) -> torch.Tensor:
+        """float32 of `shape`, from `raw` (uint8, shape (nbytes,): all bytes of the tensor), on its device."""
         assert raw.numel() == self.nbytes, "the bytes are not those of the shape"
         size, nbytes, read = TYPES[self.kind]
         blocks, step = raw.reshape(-1, nbytes), (PIECE if raw.device.type == "cpu" else CARD_PIECE) // size
@@ -67,27 +69,27 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
     return ((values[:, :, None] >> places) & 1).flatten(1)
 
 
-def _q4_0(blocks):
+def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
     return _half(blocks, 0) * (_halves(blocks[:, 2:]).float() - 8)
 
 
-def _q4_1(blocks):
+def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
     return _half(blocks, 0) * _halves(blocks[:, 4:]).float() + _half(blocks, 2)
 
 
-def _q5_0(blocks):
+def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
     return _half(blocks, 0) * ((_halves(blocks[:, 6:]) | _bits(blocks[:, 2:6]) << 4).float() - 16)
 
 
-def _q5_1(blocks):
+def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
     return _half(blocks, 0) * (_halves(blocks[:, 8:]) | _bits(blocks[:, 4:8]) << 4).float() + _half(blocks, 2)
 
 
-def _q8_0(blocks):
+def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
     return _half(blocks, 0) * _signed(blocks[:, 2:]).float()
 
 
-def _iq4_nl(blocks):
+def _iq4_nl(blocks: torch.Tensor) -> torch.Tensor:
     return _half(blocks, 0) * _level(_halves(blocks[:, 2:]))
 
 
@@ -97,7 +99,7 @@ def _level(codes: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def table(values: tuple, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """`values` on `device`, brought there once: each time would wait for all that runs there."""
+    """`values` as a tensor on `device`, shape (len(values),) or as nested; copied once: each copy would synchronize."""
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=dtype, device=device)
 
@@ -108,13 +110,13 @@ def _pairs(values: torch.Tensor) -> torch.Tensor:
     return (values.view(-1, 2, 32, 1) >> places) & 3
 
 
-def _q2_k(blocks):
+def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
     scales, d, low = blocks[:, :16], _half(blocks, 80), _half(blocks, 82)
     numbers = _pairs(blocks[:, 16:80]).permute(0, 1, 3, 2).reshape(-1, 16, 16).float()
     return (d * (scales & 15).float())[:, :, None] * numbers - (low * (scales >> 4).float())[:, :, None]
 
 
-def _q3_k(blocks):
+def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
     packed, d = blocks[:, 96:108], _half(blocks, 108)
     low = torch.cat([packed[:, :8] & 15, packed[:, :8] >> 4], dim=1)
     places = torch.arange(0, 8, 2, device=blocks.device, dtype=torch.uint8)
@@ -146,16 +148,16 @@ def _by_32(values: torch.Tensor) -> torch.Tensor:
     return torch.cat([bytes32 & 15, bytes32 >> 4], dim=2).view(-1, 8, 32)
 
 
-def _q4_k(blocks):
+def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
     return _scaled_by_32(blocks, _by_32(blocks[:, 16:].contiguous()))
 
 
-def _q5_k(blocks):
+def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
     top = (blocks[:, None, 16:48] >> torch.arange(8, device=blocks.device, dtype=torch.uint8)[:, None]) & 1
     return _scaled_by_32(blocks, _by_32(blocks[:, 48:].contiguous()) | top << 4)
 
 
-def _q6_k(blocks):
+def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
     low, high = blocks[:, :128].reshape(-1, 2, 2, 32), blocks[:, 128:192].reshape(-1, 2, 1, 32)
     fours = torch.cat([low & 15, low >> 4], dim=2)  # (B, 2, 4, 32)
     places = torch.arange(0, 8, 2, device=blocks.device, dtype=torch.uint8)[:, None]
@@ -163,7 +165,7 @@ def _q6_k(blocks):
     return (_half(blocks, 208) * _signed(blocks[:, 192:208]).float())[:, :, None] * numbers.view(-1, 16, 16)
 
 
-def _iq4_xs(blocks):
+def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
     places = torch.arange(0, 16, 2, device=blocks.device)
     high = (blocks[:, 2:3].int() | blocks[:, 3:4].int() << 8) >> places & 3
     low = torch.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], dim=2).flatten(1).int()
@@ -172,13 +174,14 @@ def _iq4_xs(blocks):
     return scales[:, :, None] * _level(torch.cat([sixteen & 15, sixteen >> 4], dim=2))
 
 
-def _mxfp4(blocks):
-    """One E8M0 exponent (2 ** (e - 127)) and 32 numbers of e2m1; `_E2M1` holds these doubled, so the factor is halved."""
+def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
+    """One E8M0 exponent (2 ** (e - 127)) and 32 numbers of e2m1; `_E2M1` holds these doubled, so the factor is
+    halved."""
     factor = torch.ldexp(torch.ones_like(blocks[:, :1], dtype=torch.float32), blocks[:, :1].int() - 128)
     return factor * _doubled(_halves(blocks[:, 1:]))
 
 
-def _nvfp4(blocks):
+def _nvfp4(blocks: torch.Tensor) -> torch.Tensor:
     """Four unsigned e4m3 factors of 16 numbers of e2m1 each."""
     codes = blocks[:, :4] & 127
     factors = codes.view(torch.float8_e4m3fn).float().masked_fill(codes == 127, 0.0) / 2
@@ -190,7 +193,7 @@ def _doubled(codes: torch.Tensor) -> torch.Tensor:
     return table(_E2M1, codes.device)[codes.int()]
 
 
-def _tq1_0(blocks):
+def _tq1_0(blocks: torch.Tensor) -> torch.Tensor:
     """Digits of base 3 (-1, 0, 1), five or four a byte: byte x 3 / 256 is the first, and so on."""
     runs = [
         _ternary(blocks[:, start:end], count, width)
@@ -205,49 +208,49 @@ def _ternary(values: torch.Tensor, count: int, width: int) -> torch.Tensor:
     return ((rest * 3 >> 8) - 1).flatten(1).float()
 
 
-def _tq2_0(blocks):
+def _tq2_0(blocks: torch.Tensor) -> torch.Tensor:
     return _half(blocks, 64) * (_pairs(blocks[:, :64]).permute(0, 1, 3, 2).flatten(1).float() - 1)
 
 
-def _q1_0(blocks):
+def _q1_0(blocks: torch.Tensor) -> torch.Tensor:
     return _half(blocks, 0) * (_bits(blocks[:, 2:]).float() * 2 - 1)
 
 
-def _q8_1(blocks):
+def _q8_1(blocks: torch.Tensor) -> torch.Tensor:
     return _half(blocks, 0) * _signed(blocks[:, 4:]).float()
 
 
-def _q8_k(blocks):
+def _q8_k(blocks: torch.Tensor) -> torch.Tensor:
     return blocks[:, :4].contiguous().view(torch.float32) * _signed(blocks[:, 4:260]).float()
 
 
-def _iq2_xxs(blocks):
+def _iq2_xxs(blocks: torch.Tensor) -> torch.Tensor:
     words = blocks[:, 2:].contiguous().view(torch.int32).view(-1, 8, 2)
     numbers = _codebook("iq2_xxs", blocks)[words[..., 0].contiguous().view(torch.uint8).view(-1, 8, 4).long()]
     scale = _half(blocks, 0) * (0.5 + (words[..., 1] >> 28 & 15).float()) * 0.25
     return scale[:, :, None, None] * numbers * _signs(words[..., 1])
 
 
-def _iq2_xs(blocks):
+def _iq2_xs(blocks: torch.Tensor) -> torch.Tensor:
     words = _words16(blocks[:, 2:66]).view(-1, 16, 2)
     numbers = _codebook("iq2_xs", blocks)[(words & 511).long()] * _sign_bits(_even(words >> 9))
     return _by_four_bits(blocks, blocks[:, 66:74])[:, :, None, None] * numbers
 
 
-def _iq2_s(blocks):
+def _iq2_s(blocks: torch.Tensor) -> torch.Tensor:
     codes = _with_high_bits(blocks[:, 2:34], blocks[:, 66:74], 2).view(-1, 16, 2)
     numbers = _codebook("iq2_s", blocks)[codes] * _sign_bits(blocks[:, 34:66].reshape(-1, 16, 2).int())
     return _by_four_bits(blocks, blocks[:, 74:82])[:, :, None, None] * numbers
 
 
-def _iq3_xxs(blocks):
+def _iq3_xxs(blocks: torch.Tensor) -> torch.Tensor:
     words = blocks[:, 66:].contiguous().view(torch.int32)
     numbers = _codebook("iq3_xxs", blocks)[blocks[:, 2:66].long()].view(-1, 8, 4, 8)
     scale = _half(blocks, 0) * (0.5 + (words >> 28 & 15).float()) * 0.5
     return scale[:, :, None, None] * numbers * _signs(words)
 
 
-def _iq3_s(blocks):
+def _iq3_s(blocks: torch.Tensor) -> torch.Tensor:
     codes = _with_high_bits(blocks[:, 2:66], blocks[:, 66:74], 1)
     numbers = _codebook("iq3_s", blocks)[codes].view(-1, 8, 4, 8) * _sign_bits(
         blocks[:, 74:106].reshape(-1, 8, 4).int()
@@ -256,7 +259,7 @@ def _iq3_s(blocks):
     return scale[:, :, None, None] * numbers
 
 
-def _iq1_s(blocks):
+def _iq1_s(blocks: torch.Tensor) -> torch.Tensor:
     high = _words16(blocks[:, 34:50])
     places = torch.arange(0, 12, 3, device=blocks.device)
     codes = blocks[:, 2:34].int().view(-1, 8, 4) | (high[:, :, None] >> places & 7) << 8
@@ -265,10 +268,10 @@ def _iq1_s(blocks):
     return scale[:, :, None, None] * (_codebook("iq1_s", blocks)[codes.long()] + offset[:, :, None, None])
 
 
-def _iq1_m(blocks):
+def _iq1_m(blocks: torch.Tensor) -> torch.Tensor:
     """The float16 scale of a block is spread over the highest four bits of its four words of scales."""
     words, high = _words16(blocks[:, 48:56]), _in_turn(blocks[:, 32:48])
-    whole = sum((words[:, place] >> 12 & 15) << 4 * place for place in range(4))
+    whole = sum(((words[:, place] >> 12 & 15) << 4 * place for place in range(4)), torch.zeros_like(words[:, 0]))
     whole = torch.stack([whole & 255, whole >> 8], dim=1).to(torch.uint8).view(torch.float16).float()
     places = torch.arange(0, 12, 3, device=blocks.device)
     scale = whole * (2 * (words[:, :, None] >> places & 7) + 1).flatten(1).float()

@@ -1,8 +1,9 @@
-"""Imports the modules of networks without what they drag in and nobody here uses: less time, less memory.
+"""Lazy imports: network modules of diffusers and transformers without what they import and nothing here uses.
 
-Four things are kept out while such a module is imported, and are as usual afterwards: the two packages of diffusers that import
-every network there is, torch's compiler (loaded on first use), diffusers' hooks for peft (training here uses peft itself), and, in a
-process that is not one of several, transformers' ways to spread tensors.
+Saves seconds and memory at start. Four things are kept out while such a module is imported, and are as usual
+afterwards: the two packages of diffusers that import every network there is, torch's compiler (torch._dynamo, loaded on
+first use), diffusers' hooks for peft (training here uses peft itself), and, in a process that is not one of several,
+transformers' tensor parallelism (torch.distributed.tensor).
 """
 
 from __future__ import annotations
@@ -11,19 +12,21 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 _EAGER = ("diffusers.models.transformers", "diffusers.models.autoencoders")
 
 
 def import_module(name: str) -> ModuleType:
-    """`importlib.import_module`, lightly for diffusers, transformers and peft."""
+    """`importlib.import_module`; for diffusers, transformers and peft without the expensive imports named above."""
     if name in sys.modules or name.partition(".")[0] not in ("diffusers", "transformers", "peft"):
         return importlib.import_module(name)
-    with _without_compiler(), _without_spread_tensors():
+    with _without_compiler(), _without_dtensor():
         if name.startswith("diffusers."):
             importlib.import_module("diffusers.models")
             for package in _EAGER:
@@ -34,10 +37,13 @@ def import_module(name: str) -> ModuleType:
         return importlib.import_module(name)
 
 
-class _Lazy(ModuleType):
-    """A package whose `__init__` runs when a name is asked for that neither a submodule nor `_stand_ins` has given."""
+class _LazyPackage(ModuleType):
+    """A package whose `__init__` runs when a name is first read that neither a submodule nor `_stand_ins` has."""
 
-    def __getattr__(self, name: str):
+    _stand_ins: dict[str, object]  # while the libraries are imported
+    _until_loaded: dict[str, object]  # until the package is loaded
+
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         for answers in (self.__dict__.get("_stand_ins", {}), self.__dict__.get("_until_loaded", {})):
@@ -47,8 +53,10 @@ class _Lazy(ModuleType):
         return getattr(self, name)
 
 
-def _load(module: _Lazy) -> None:
-    module.__class__ = ModuleType
+def _load(module: _LazyPackage) -> None:
+    assert module.__spec__ is not None and module.__spec__.loader is not None
+    # from here on an ordinary module (Python allows it for subclasses of ModuleType)
+    module.__class__ = ModuleType  # pyright: ignore[reportAttributeAccessIssue]
     for name in ("_stand_ins", "_until_loaded"):
         module.__dict__.pop(name, None)
     sys.meta_path[:] = [finder for finder in sys.meta_path if getattr(finder, "package", None) is not module]
@@ -56,13 +64,13 @@ def _load(module: _Lazy) -> None:
 
 
 class _PackageFirst(MetaPathFinder):
-    """A submodule of a lazy `package` is not imported before the package is: the compiler's import one another in circles. What the
-    libraries want of it while they are imported lightly stands by itself."""
+    """Loads a lazy `package` before any of its submodules: the compiler's import one another in circles. While the
+    libraries are imported, the stand-ins suffice and nothing is loaded."""
 
-    def __init__(self, package: _Lazy):
+    def __init__(self, package: _LazyPackage):
         self.package = package
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if not name.startswith(f"{self.package.__name__}.") or "_stand_ins" in self.package.__dict__:
             return None
         _load(self.package)
@@ -72,18 +80,19 @@ class _PackageFirst(MetaPathFinder):
 class _Known(Loader):
     """Of a module that was imported meanwhile."""
 
-    def create_module(self, spec):
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
         return sys.modules[spec.name]
 
-    def exec_module(self, module) -> None:
+    def exec_module(self, module: ModuleType) -> None:
         pass
 
 
-def _add_lazily(name: str) -> ModuleType:
+def _add_lazily(name: str) -> _LazyPackage:
     spec = importlib.util.find_spec(name)
-    module = _Lazy(name)
+    assert spec is not None, f"{name} is not installed"
+    module = _LazyPackage(name)
     module.__spec__, module.__loader__, module.__package__ = spec, spec.loader, name
-    module.__path__, module.__file__ = spec.submodule_search_locations, spec.origin
+    module.__path__, module.__file__ = spec.submodule_search_locations or [], spec.origin
     sys.modules[name] = module
     parent, _, leaf = name.rpartition(".")
     setattr(sys.modules[parent], leaf, module)
@@ -92,21 +101,22 @@ def _add_lazily(name: str) -> ModuleType:
 
 @contextmanager
 def _without_compiler() -> Iterator[None]:
-    # Both libraries ask torch._dynamo for decorators that matter to the compiler alone; the marks below are what it looks for.
-    # Both import these where they are installed, and these want the compiler's insides.
+    # Both libraries import torchao and bitsandbytes where they are installed, and these need the compiler's insides.
     if any(importlib.util.find_spec(package) is not None for package in ("torchao", "bitsandbytes")):
         yield
         return
     if "torch._dynamo" not in sys.modules:
         sys.meta_path.insert(0, _PackageFirst(_add_lazily("torch._dynamo")))
     module = sys.modules["torch._dynamo"]
-    if not isinstance(module, _Lazy):
+    if not isinstance(module, _LazyPackage):
         yield
         return
-    # What networks of diffusers, optimizers and checkpointing ask at every call; none of it means anything before something is compiled.
-    module._until_loaded = {"is_compiling": _no, "graph_break": _no, "disable": _disable}
+    # What diffusers' networks, optimizers and activation checkpointing read at every call; without meaning before
+    # anything is compiled.
+    module._until_loaded = {"is_compiling": _false, "graph_break": _false, "disable": _disable}
+    # Decorators that matter to the compiler alone; the mark that `_marked_constant` sets is what it looks for.
     module._stand_ins = {
-        "allow_in_graph": _as_it_is,
+        "allow_in_graph": _identity,
         "assume_constant_result": _marked_constant,
         "disable": _disable,
     }
@@ -116,38 +126,38 @@ def _without_compiler() -> Iterator[None]:
         module.__dict__.pop("_stand_ins", None)
 
 
-def _no() -> bool:
+def _false() -> bool:
     return False
 
 
-def _as_it_is(function):
+def _identity(function: Callable) -> Callable:
     return function
 
 
-def _marked_constant(function):
+def _marked_constant(function: Any) -> Callable:
     function._dynamo_marked_constant = True
     return function
 
 
-def _disable(function=None, recursive=True, **_):
-    return _as_it_is if function is None else function
+def _disable(function: Callable | None = None, recursive: bool = True, **_: object) -> Callable:
+    return _identity if function is None else function
 
 
 @contextmanager
-def _without_spread_tensors() -> Iterator[None]:
-    """transformers asks whether torch can spread tensors over processes and then imports that, and with it a whole computer algebra."""
+def _without_dtensor() -> Iterator[None]:
+    """transformers imports torch.distributed.tensor (tensor parallelism) where available, and with it all of sympy."""
     if "WORLD_SIZE" in os.environ:
         yield
         return
     import torch
 
-    if "torch.distributed.tensor" not in sys.modules:  # peft takes it for granted that somebody has imported it
+    if "torch.distributed.tensor" not in sys.modules:  # peft expects it to be imported already
         sys.meta_path.insert(0, _PackageFirst(_add_lazily("torch.distributed.tensor")))
-    told, torch.distributed.is_available = torch.distributed.is_available, _no
+    available, torch.distributed.is_available = torch.distributed.is_available, _false
     try:
         yield
     finally:
-        torch.distributed.is_available = told
+        torch.distributed.is_available = available
 
 
 @contextmanager

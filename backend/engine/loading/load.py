@@ -1,7 +1,7 @@
-"""Headers to modules: a part is built without memory and its parameters are views of the mapped file.
+"""Loading: a part's network is built on the meta device, and its parameters are assigned from memory-mapped files.
 
-Nothing is copied where the stored dtype is the wanted one and the device is the CPU: pages are read when they are used, and are
-private, so a change of a weight never reaches the file.
+Nothing is copied where the stored dtype is the wanted one and the device is the CPU: pages are read when they are used,
+and are copy-on-write, so a change of a weight never reaches the file.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -21,7 +22,7 @@ from backend.catalog.spec import PartSpec, TensorAt
 from backend.engine.devices import device_memory, out_of_memory
 from backend.engine.loading import lazy_imports
 from backend.engine.loading.dequantize import TORCH_DTYPES, Dequantizer, pieces_of
-from backend.engine.loading.gguf_dequantize import TYPES, Blocks
+from backend.engine.loading.gguf_dequantize import TYPES, GgufBlocks
 from backend.engine.loading.pinned_copy import Upload
 from backend.schema.allowed_classes import class_of
 from backend.schema.messages import Trouble
@@ -39,10 +40,10 @@ def load_part(
 ) -> torch.nn.Module:
     """The network of `part` with its weights, in eval mode and without gradients.
 
-    `dtype`: of the floating-point parameters; None keeps what is stored. `on_bytes(done, total)` is told of progress. `maps`: of the part's
-    files (`open_maps`), for whoever lets go of tensors later (`let_go`).
-    Peak memory: what is cast or moved, one tensor at a time. Raises Trouble where the file and the class do not agree, and what says that
-    memory ran out as it is.
+    `dtype`: of the floating-point parameters; None keeps what is stored. `on_bytes(done, total)` reports progress in
+    bytes. `maps`: of the part's files (`open_maps`), for callers that drop tensors later (`drop_pages`).
+    Peak memory: the result, and one tensor at a time that is cast or moved. Raises Trouble where file and class do not
+    agree ("damaged", "not_supported", "missing_file", "not_finite"); out-of-memory errors are raised unchanged.
     """
     return fill(build_meta(part), part, dtype=dtype, device=device, on_bytes=on_bytes, maps=maps)
 
@@ -67,34 +68,43 @@ def fill(
         if name not in own:  # markers, and what merged files carry along
             continue
         if upload is not None and name not in part.scales and _is_plain(at):
-            assign(module, name, upload.tensor(at, dtype))
-            done += at.nbytes
-            if on_bytes:
-                on_bytes(done, total)
-            continue
-        stored = tensor = view(at, maps[at.file]) if at.packed is None else read_tensor(at)
-        if name in part.scales:
-            tensor = _unscaled(tensor, read_factor(part.scales[name]), dtype or torch.bfloat16)
-        if tensor.is_floating_point():
-            tensor = tensor.to(device=device, dtype=dtype or tensor.dtype)
+            tensor = upload.tensor(at, dtype)
         else:
-            tensor = tensor.to(device)
-        if tensor is not stored and at.packed is None:
-            let_go(at, maps[at.file])
+            tensor = _load_tensor(at, part.scales.get(name), maps, device, dtype)
         assign(module, name, tensor)
         done += at.nbytes
         if on_bytes:
             on_bytes(done, total)
     if upload is not None:
         upload.close()
-    move_rest(module, device)
+    move_computed_buffers(module, device)
     return module.eval().requires_grad_(False)
 
 
-def let_go(at: TensorAt, mapped: mmap.mmap) -> None:
-    """Pages of a tensor that was copied are no longer resident; else file and copy would both count until the mapping is closed.
+def _load_tensor(
+    at: TensorAt,
+    scale: TensorAt | None,
+    maps: Mapping[Path, mmap.mmap],
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """The tensor at `at`, dequantized, on `device`; a view of its mapping where nothing has to be copied."""
+    stored = tensor = view(at, maps[at.file]) if at.packed is None else read_tensor(at)
+    if scale is not None:
+        tensor = _times_scale(tensor, read_scale(scale), dtype or torch.bfloat16)
+    if tensor.is_floating_point():
+        tensor = tensor.to(device=device, dtype=dtype or tensor.dtype)
+    else:
+        tensor = tensor.to(device)
+    if tensor is not stored and at.packed is None:
+        drop_pages(at, maps[at.file])
+    return tensor
 
-    What was written to them is lost: for tensors that nobody looks at any more.
+
+def drop_pages(at: TensorAt, mapped: mmap.mmap) -> None:
+    """Drops a copied tensor's pages of the mapping from memory (MADV_DONTNEED); else file and copy would both count.
+
+    What was written to them is lost: only for tensors that are not used any more.
     """
     if hasattr(mapped, "madvise") and hasattr(mmap, "MADV_DONTNEED"):
         first, last = -(-at.start // mmap.PAGESIZE) * mmap.PAGESIZE, at.end // mmap.PAGESIZE * mmap.PAGESIZE
@@ -103,9 +113,10 @@ def let_go(at: TensorAt, mapped: mmap.mmap) -> None:
 
 
 def build_meta(part: PartSpec) -> torch.nn.Module:
-    """The network of `part` with parameters on the meta device; what is computed and not stored (rotary tables) is real.
+    """The network of `part` with parameters on the meta device; computed buffers (rotary tables) are real.
 
-    Raises Trouble("damaged") where the part lacks a parameter of the class or one has another shape.
+    Raises Trouble: "damaged" where the part lacks a parameter of the class or one has another shape, "not_allowed" for
+    a class that may not be built, "not_supported" for a dtype that cannot be read.
     """
     network = find_class(part.network)
     with _ParametersOnMeta():
@@ -118,8 +129,8 @@ def build_meta(part: PartSpec) -> torch.nn.Module:
 
 
 def find_class(network: str) -> type:
-    """The network class behind "package.module:Class". Raises Trouble("not_allowed") for one outside `NETWORK_PACKAGES` and for what is no
-    network: what is remembered of models in files may have been written by others."""
+    """The network class behind "package.module:Class". Raises Trouble("not_allowed") for one outside
+    `NETWORK_PACKAGES` and for what is no network: the name is read from files that others may have written."""
     return checked_network(network, load=lazy_imports.import_module)
 
 
@@ -133,17 +144,17 @@ def checked_network(network: str, *, load: Callable = importlib.import_module) -
 
 
 class _ParametersOnMeta(TorchFunctionMode):
-    """Storage that a constructor asks for without values goes to the meta device; computed tables stay real.
+    """Tensors that a constructor allocates without values go to the meta device; computed tables stay real.
 
-    Parameters without memory are not filled with random numbers: on meta, torch does that by way of its whole compiler.
+    Parameters on meta are not initialized with random numbers: torch does that by way of its whole compiler.
     """
 
     empty = frozenset({torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full})
-    fills = frozenset(
-        {"normal_", "uniform_", "kaiming_uniform_"}
-    )  # by name: transformers puts functions of its own in their places
+    fills = frozenset({"normal_", "uniform_", "kaiming_uniform_"})  # by name: transformers replaces the functions
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, function: Callable, types: object, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if getattr(function, "__name__", "") in self.fills:
             filled = args[0] if args else kwargs["tensor"]
@@ -167,7 +178,7 @@ def _check(module: torch.nn.Module, part: PartSpec) -> None:
         )
     for name, tensor in module.state_dict().items():
         at = part.tensors[name]
-        plain = name not in part.scales and blocks_of(at) is None
+        plain = name not in part.scales and dequantizer_of(at) is None
         if plain and tensor.is_floating_point() and not _dtype(at).is_floating_point:
             raise Trouble(
                 "not_supported",
@@ -179,7 +190,8 @@ def _check(module: torch.nn.Module, part: PartSpec) -> None:
         if at.packed is not None and shape != tuple(at.shape):
             raise Trouble(
                 "not_supported",
-                f"{at.file.name} stores {name} as {at.dtype} of {list(at.shape)}, but its network asks for {list(shape)}.",
+                f"{at.file.name} stores {name} as {at.dtype} of {list(at.shape)}, "
+                f"but its network asks for {list(shape)}.",
                 hint="Its shape may have been padded, or a config.json of another model lies beside it.",
             )
         if shape != tuple(at.shape):
@@ -192,8 +204,11 @@ def _check(module: torch.nn.Module, part: PartSpec) -> None:
 
 
 def open_maps(files: Iterable[Path], *, private: bool = True) -> dict[Path, mmap.mmap]:
-    """Mappings of `files`; a mapping lives as long as a tensor that looks into it. What is written to `private` ones never reaches the file; Windows
-    sets memory aside for all of each. Others may not be written to."""
+    """Memory mappings of `files`; a mapping lives as long as a tensor that is a view of it.
+
+    `private`: copy-on-write; Windows commits memory for all of each. Else read-only. Raises Trouble ("missing_file",
+    "damaged").
+    """
     maps = {}
     for path in files:
         try:
@@ -202,95 +217,105 @@ def open_maps(files: Iterable[Path], *, private: bool = True) -> dict[Path, mmap
         except FileNotFoundError:
             raise Trouble("missing_file", f"{path} is no longer there.", hint="Was it moved or renamed?") from None
         except (OSError, ValueError) as error:
-            if out_of_memory.is_one(error):
+            if out_of_memory.is_oom(error):
                 raise
             raise Trouble("damaged", f"{path} cannot be read: {error}.") from None
     return maps
 
 
 def view(at: TensorAt, mapped: mmap.mmap) -> torch.Tensor:
-    """The tensor at `at` as a view of its mapped file (a copy only where the file does not align it, and of ggml's blocks their numbers).
+    """The tensor at `at`, of shape `at.shape`, as a view of its mapped file (a copy only where the file does not align
+    it, or where GGUF blocks are dequantized to float32).
 
-    Not for quantized weights of several pieces (`read_tensor`), which may lie in several files."""
+    Not for quantized weights of several pieces (`read_tensor`), which may lie in several files. Raises
+    Trouble("damaged") where the file is too short.
+    """
     assert at.packed is None, "made from several tensors"
-    blocks = blocks_of(at)
+    blocks = dequantizer_of(at)
     if blocks is not None:
-        return _in_order(blocks.decode(view(as_bytes(at), mapped)), at)
+        return _swap_halves(blocks.dequantize(view(as_bytes(at), mapped)), at)
     dtype = _dtype(at)
     if at.end > len(mapped):
         raise Trouble("damaged", f"{at.file} ends before its tensor {at.key}.", hint="Download it again.")
     if at.nbytes == 0:
         return torch.empty(at.shape, dtype=dtype)
     if at.start % dtype.itemsize:
-        return _in_order(torch.frombuffer(bytearray(mapped[at.start : at.end]), dtype=dtype).view(at.shape), at)
+        return _swap_halves(torch.frombuffer(bytearray(mapped[at.start : at.end]), dtype=dtype).view(at.shape), at)
     count = at.nbytes // dtype.itemsize
     with _quiet() if memoryview(mapped).readonly else contextlib.nullcontext():
         found = torch.frombuffer(mapped, dtype=dtype, count=count, offset=at.start)
-    return _in_order(found.view(at.shape), at)
+    return _swap_halves(found.view(at.shape), at)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch warns that a mapping may not be written to, which nobody does."""
+    """Silences torch's warning that a mapping is read-only."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         yield
 
 
 def _is_plain(at: TensorAt) -> bool:
-    """Whether the file holds the tensor's numbers one after the other."""
+    """Whether the file holds the tensor as it is, not quantized."""
     return at.packed is None and not at.swapped and at.dtype in TORCH_DTYPES and at.nbytes > 0
 
 
-def _in_order(tensor: torch.Tensor, at: TensorAt) -> torch.Tensor:
-    """`tensor` with the halves of its rows exchanged where its file has them the other way round."""
+def _swap_halves(tensor: torch.Tensor, at: TensorAt) -> torch.Tensor:
+    """`tensor` with the two halves of its rows swapped where its file has them the other way round."""
     return torch.cat(tensor.chunk(2)[::-1]) if at.swapped else tensor
 
 
 def read_tensor(at: TensorAt, scale: TensorAt | None = None) -> torch.Tensor:
-    """The tensor at `at` in memory of its own; with `scale`, its 8-bit codes times the factor, as float32."""
-    blocks = blocks_of(at)
-    if at.packed is not None:
-        raw = torch.cat([read_tensor(as_bytes(piece)) for _, piece in pieces_of(at)])
-        return _in_order(blocks.decode(raw), at)
-    if blocks is not None:
-        return _in_order(blocks.decode(read_tensor(as_bytes(at))), at)
+    """The tensor at `at` in RAM of its own, of shape `at.shape`: in the stored dtype, or float32 where it is
+    dequantized.
+
+    With `scale`, its 8-bit codes times the scale, float32. Raises Trouble ("damaged", "not_finite", "not_supported").
+    """
+    quantized = dequantizer_of(at)
+    if quantized is not None:
+        pieces = [at] if at.packed is None else [piece for _, piece in pieces_of(at)]
+        raw = torch.cat([read_tensor(as_bytes(piece)) for piece in pieces])
+        return _swap_halves(quantized.dequantize(raw), at)
     tensor = torch.empty(at.shape, dtype=_dtype(at))
     if at.nbytes:
         with at.file.open("rb") as file:
             file.seek(at.start)
-            got = file.readinto(tensor.view(-1).view(torch.uint8).numpy())
+            room = tensor.view(-1).view(torch.uint8).numpy()
+            got = file.readinto(room)  # pyright: ignore[reportArgumentType]  (numpy's stubs hide the buffer)
         if got != at.nbytes:
             raise Trouble("damaged", f"{at.file} ends before its tensor {at.key}.", hint="Download it again.")
-    tensor = _in_order(tensor, at)
-    return tensor if scale is None else _unscaled(tensor, read_factor(scale), torch.float32)
+    tensor = _swap_halves(tensor, at)
+    return tensor if scale is None else _times_scale(tensor, read_scale(scale), torch.float32)
 
 
-def read_factor(at: TensorAt) -> torch.Tensor:
-    """The factor of scaled codes, float32: one number, or one a row. Raises Trouble("not_finite")."""
+def read_scale(at: TensorAt) -> torch.Tensor:
+    """The scale of 8-bit codes, float32, as stored: of shape () or (1,), or one a row, (rows,) or (rows, 1).
+
+    Raises Trouble("not_finite") for NaN and Inf.
+    """
     scale = read_tensor(at).float()
     if not bool(torch.isfinite(scale).all()):
         raise Trouble(
             "not_finite",
-            f"{at.key} in {at.file.name}, a factor of 8-bit weights, is NaN or infinite.",
+            f"{at.key} in {at.file.name}, a scale of 8-bit weights, is NaN or infinite.",
             hint="The model's file is damaged.",
         )
     return scale
 
 
-def _unscaled(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if scale.numel() > 1:  # one factor a row
+def _times_scale(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if scale.numel() > 1:  # one a row
         scale = scale.reshape(-1, *[1] * (codes.ndim - 1))
     return codes.float().mul_(scale).to(dtype)
 
 
-def blocks_of(at: TensorAt) -> Blocks | Dequantizer | None:
-    """How the numbers of a quantized tensor are made from its bytes; None for plain ones."""
+def dequantizer_of(at: TensorAt) -> GgufBlocks | Dequantizer | None:
+    """How a quantized tensor is dequantized from its bytes; None for plain ones. Raises Trouble("not_supported")."""
     if at.packed is not None:
         return Dequantizer(at)
     if at.dtype not in TYPES:
         return None
-    found = Blocks(at.dtype, tuple(at.shape))
+    found = GgufBlocks(at.dtype, tuple(at.shape))
     if found.nbytes != at.nbytes:
         raise Trouble(
             "not_supported",
@@ -301,7 +326,7 @@ def blocks_of(at: TensorAt) -> Blocks | Dequantizer | None:
 
 
 def as_bytes(at: TensorAt) -> TensorAt:
-    """The bytes of a tensor, whatever they mean."""
+    """The same bytes as a tensor of uint8, shape (nbytes,)."""
     return replace(at, dtype="U8", shape=(at.nbytes,), swapped=False)
 
 
@@ -312,7 +337,7 @@ def _dtype(at: TensorAt) -> torch.dtype:
 
 
 def assign(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Makes `tensor` the parameter or buffer `name` (dotted) of `module`, without a copy."""
+    """Makes `tensor` (in the shape of the network's) the parameter or buffer `name` (dotted) of `module`, uncopied."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     if leaf in owner._parameters:
@@ -321,8 +346,8 @@ def assign(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
         owner._buffers[leaf] = tensor
 
 
-def move_rest(module: torch.nn.Module, device: torch.device | str) -> None:
-    """Moves what is computed and not stored to `device`, buffers that is; refuses to leave anything without memory."""
+def move_computed_buffers(module: torch.nn.Module, device: torch.device | str) -> None:
+    """Moves buffers that are computed and not stored (rotary tables) to `device`; none may be left on meta."""
     for name, buffer in module.named_buffers():
         assert buffer.device.type != "meta", f"buffer {name} was not computed and is not in the file"
         if buffer.device != torch.device(device):

@@ -1,4 +1,4 @@
-"""Where a LoRA's tensors come from: a safetensors file, a pickle (weights only), or a state dict. Nothing but what is asked for is read."""
+"""Source of a LoRA's tensors: a safetensors file, a pickle (weights_only), or a state dict, read tensor by tensor."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from backend.schema.untrusted import is_folder
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 NESTS = ("state_dict", "module", "model", "model_state", "model_state_dict", "lora_state_dict")
-CODES = (torch.int8, torch.uint8, torch.bool)
-EIGHTS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, *CODES)
+INTEGER_CODES = (torch.int8, torch.uint8, torch.bool)
+EIGHT_BIT_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, *INTEGER_CODES)
 READ_AS = {torch.float64: torch.float32, torch.float8_e4m3fn: torch.float32, torch.float8_e5m2: torch.float32}
 
 
@@ -39,22 +39,24 @@ class Source:
     _stored: Mapping[str, TensorAt | torch.Tensor] = field(default_factory=dict, repr=False)
 
     def read(self, key: str) -> torch.Tensor:
-        """The tensor under `key` on the CPU, in its own dtype (8-bit and 64-bit floats as float32), in memory of its own.
+        """The tensor under `key`, of shape `shapes[key]`, copied to the CPU, in its own dtype (8-bit and 64-bit floats
+        as float32).
 
-        8-bit numbers with a scale beside them are multiplied by it. Raises Trouble for a scale that does not fit, and for 8-bit numbers
-        whose scale is missing where the file has others, or has companions of quantized tensors that are not known here.
+        8-bit codes are dequantized with the scale stored for them. Raises Trouble("not_supported") for a scale that
+        does not fit, for codes without a scale where the file has scales for others, and where the file has keys of a
+        quantization that is not known here.
         """
-        tensor, scales = self.stored(key), self._scales.get(key, ())
-        if tensor.dtype in EIGHTS:
+        tensor, scales = self.read_stored(key), self._scales.get(key, ())
+        if tensor.dtype in EIGHT_BIT_DTYPES:
             self._check_companions(key, scales)
         if scales:
-            return self._scaled(key, tensor, scales)
+            return self._times_scale(key, tensor, scales)
         if tensor.is_floating_point():
             tensor = tensor.to(READ_AS.get(tensor.dtype, tensor.dtype))
         return tensor
 
-    def stored(self, key: str) -> torch.Tensor:
-        """The tensor under `key` as it lies in the file, in memory of its own: whoever gave it may change it."""
+    def read_stored(self, key: str) -> torch.Tensor:
+        """The tensor under `key` as stored, of shape `shapes[key]`, copied: the caller may change it."""
         at = self._stored[key]
         return at.detach().to("cpu", copy=True) if isinstance(at, torch.Tensor) else load.read_tensor(at)
 
@@ -68,17 +70,17 @@ class Source:
         return found
 
     @cached_property
-    def _companions(self) -> tuple[str, ...]:
-        """Keys that speak of quantized tensors and belong to none that is known."""
+    def _unknown_companions(self) -> tuple[str, ...]:
+        """Keys of a quantization that is not known here."""
         return tuple(key for key in group(self.shapes)[1] if QUANTIZED.search(key.rpartition(".")[2]))
 
     def _check_companions(self, key: str, scales: tuple[str, ...]) -> None:
-        unknown = self._companions
+        unknown = self._unknown_companions
         marked = "_quantization_metadata" in self.metadata or any(name.endswith("scaled_fp8") for name in self.shapes)
         if unknown or ((self._scales or marked) and not scales):
             what = "it has no scale, as others in the file have"
             if unknown:
-                what = f"{unknown[0]} beside it is not understood"
+                what = f"the meaning of {unknown[0]} is not known"
             elif not self._scales:
                 what = "it has no scale, though the file is marked as scaled"
             raise Trouble(
@@ -87,12 +89,13 @@ class Source:
                 hint="Take the LoRA in bf16 or fp16 instead; nothing was changed.",
             )
 
-    def _scaled(self, key: str, codes: torch.Tensor, scales: tuple[str, ...]) -> torch.Tensor:
-        """codes times their scale: one number, one a row, or one for each block of equal size. float32."""
-        factors = [self.stored(scale).float() for scale in scales]
+    def _times_scale(self, key: str, codes: torch.Tensor, scales: tuple[str, ...]) -> torch.Tensor:
+        """Dequantizes: codes times their scale (one number, one a row, or one for each block of equal size).
+        float32."""
+        factors = [self.read_stored(scale).float() for scale in scales]
         scale = factors[0]
         wrong = ""
-        if codes.dtype not in EIGHTS or codes.dtype in (torch.uint8, torch.bool):
+        if codes.dtype not in EIGHT_BIT_DTYPES or codes.dtype in (torch.uint8, torch.bool):
             kind = str(codes.dtype).removeprefix("torch.")
             wrong = (
                 "" if codes.is_floating_point() and bool((scale == 1).all()) else f"a scale beside numbers in {kind}"
@@ -136,7 +139,10 @@ def file_hash(path: str, nbytes: int, modified: int) -> str:
 
 
 def open_source(source: str | os.PathLike | Mapping[str, torch.Tensor], name: str = "") -> Source:
-    """Opens a LoRA file (or a folder of PEFT's with one in it) or takes a state dict. Raises Trouble for what is damaged."""
+    """Opens a LoRA file (or a PEFT folder with one in it), or takes a state dict: name -> tensor of any shape.
+
+    Raises Trouble ("damaged", "missing_file", "bad_value").
+    """
     if isinstance(source, Mapping):
         return _from_tensors(source, name or "a state dict", None, {})
     path = Path(source)
@@ -166,13 +172,14 @@ def _file_in(folder: Path) -> Path:
 
 
 def read_pickle(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors in a pickled checkpoint, read so that it can run no code, and unwrapped. Raises Trouble."""
+    """The tensors (of any shape, on the CPU) in a pickled checkpoint, unwrapped from its outer dicts, read with
+    `weights_only` so that it cannot run code. Raises Trouble ("missing_file", "damaged")."""
     try:
         value = torch.load(path, map_location="cpu", weights_only=True, mmap=False)
     except FileNotFoundError:
         raise Trouble("missing_file", f"There is no file {path}.", hint="Check the path.") from None
-    except Exception as error:  # unpickling strangers' bytes fails in every way there is
-        if out_of_memory.is_one(error):
+    except Exception as error:  # unpickling an untrusted file can raise anything
+        if out_of_memory.is_oom(error):
             raise
         raise Trouble(
             "damaged",

@@ -239,7 +239,7 @@ class Adapters:
     def _is_hot(self, part: str, asked: bool | None) -> bool:
         placed = placement.of(self.modules[part])
         quantized = holds_quantized(self.modules[part])
-        fixed = quantized or (placed is not None and not placed.changeable)
+        fixed = quantized or (placed is not None and not placed.weights_writable)
         if asked is False and fixed:
             why = "quantized" if quantized else "moved or stored in 8 bits"
             raise Trouble(
@@ -258,7 +258,7 @@ class Adapters:
         if (part, name) in self._changed:
             return fuse.original(name, spec, of_part(self._kept, part), weight)
         placed = placement.of(module)
-        if placed is not None and not placed.changeable:
+        if placed is not None and not placed.weights_writable:
             return placed.read(name).cpu()
         layer = module.get_submodule(name.rpartition(".")[0])
         if name.endswith(".weight") and is_quantized(layer):

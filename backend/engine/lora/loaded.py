@@ -56,7 +56,7 @@ def digest_of(opened: Source) -> str:
     digest = hashlib.sha256()
     for key in sorted(opened.shapes):
         digest.update(key.encode())
-        tensor = opened.stored(key).contiguous().flatten()
+        tensor = opened.read_stored(key).contiguous().flatten()
         digest.update(tensor.view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
     return digest.hexdigest()
 

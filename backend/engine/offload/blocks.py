@@ -1,9 +1,10 @@
-"""A part cut into units that move as one: each block of its repeated blocks, and what is left around them.
+"""Units of offloading: a part is cut into its repeated blocks (block swap), and groups of the weights around them.
 
-Blocks are the elements of a module list of one class that holds a good share of the weights (a transformer's layers; FLUX has two such
-lists). They are streamed and their matrices stored in FP8. What is left (embeddings, norms, first and last projections: a few per cent,
-and what errs most in 8 bits) is grouped by the modules that contain no block; a group is made ready when it is first used, in the
-computation dtype, and stays so until the part is offloaded.
+Blocks are the elements of a module list of one class that holds a good share of the weights (a transformer's layers;
+FLUX has two such lists). They are streamed (prefetched one after the other), and their matrices may be stored in FP8.
+What is left (embeddings, norms, first and last projections: a few per cent, and what loses most in 8 bits) is grouped
+by the modules that contain no block; a group is loaded when first used, in the computation dtype, and stays until the
+part is offloaded.
 """
 
 from __future__ import annotations
@@ -19,42 +20,45 @@ from backend.catalog.spec import PartSpec, TensorAt
 from backend.engine.loading.dequantize import Dequantizer
 from backend.engine.loading.disk_reader import Layout, Span, lay_out, spans_of
 from backend.engine.loading.fp8_storage import cast, is_float8, multiply, store
-from backend.engine.loading.gguf_dequantize import Blocks
-from backend.engine.loading.load import TORCH_DTYPES, blocks_of, move_rest, read_factor
+from backend.engine.loading.gguf_dequantize import GgufBlocks
+from backend.engine.loading.load import TORCH_DTYPES, dequantizer_of, move_computed_buffers, read_scale
 from backend.engine.offload.vram_states import State
 from backend.schema.messages import Trouble
 
 SHARE = 0.05  # of a part's bytes: a module list with less is no list of blocks
 
+Factor = (
+    float | torch.Tensor | GgufBlocks | Dequantizer
+)  # what stored numbers are multiplied with, or how they are decoded
+
 
 @dataclass(eq=False)
 class Unit:
-    """Tensors that move together, in the order of the file. `targets[i]` are the places in modules that hold tensor i."""
+    """Tensors that are offloaded and fetched together, in the order of the file.
+
+    `targets[i]`: the modules and attributes that hold tensor i (several where weights are tied).
+    """
 
     position: int
-    name: str
-    block: bool
+    name: str  # of the module: "transformer_blocks.3"
+    block: bool  # one of the repeated blocks, else a group of weights around them
     module: nn.Module
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the parameters, dotted
     tensors: tuple[TensorAt, ...]
     targets: tuple[tuple[tuple[nn.Module, str], ...], ...]
     raw: Layout  # as in the file
-    computing: Layout  # as in the computation
+    computing: Layout  # as the forward pass takes them
     spans: tuple[Span, ...]
     on_disk: Source
-    stored: Stored | None = None  # where its weights wait; None: on disk
-    parked: Stored | None = None  # its offload state, kept in RAM while it is nearer to the computation
-    ready: Stored | None = None  # its weights as the computation takes them, for as long as they stay
-    packed: frozenset[int] = (
-        frozenset()
-    )  # tensors that stay quantized as the file has them, in every state but the computing one
-    codes: frozenset[int] = (
-        frozenset()
-    )  # tensors whose layers multiply with FP8 codes where these are stored (`native_fp8.py`)
+    stored: Stored | None = None  # its weights in memory; None: on disk
+    parked: Stored | None = None  # its offload state, kept in RAM while the weights are nearer to computation
+    ready: Stored | None = None  # resident: its weights as the forward pass takes them, for as long as they stay
+    packed: frozenset[int] = frozenset()  # tensors that stay quantized as in the file, until they are used
+    fp8_codes: frozenset[int] = frozenset()  # tensors whose layers multiply in FP8, without a cast (`fp8_matmul`)
 
     def casts(self, source: Source, index: int) -> bool:
-        """Whether tensor `index` of `source` is not yet what the computation takes."""
-        if index in self.codes and source.layout.fields[index].dtype is torch.float8_e4m3fn:
+        """Whether tensor `index` of `source` must be cast or dequantized before the forward pass takes it."""
+        if index in self.fp8_codes and source.layout.fields[index].dtype is torch.float8_e4m3fn:
             return False
         factor = source.factors[index]
         same = source.layout.fields[index].dtype == self.computing.fields[index].dtype
@@ -63,18 +67,24 @@ class Unit:
 
 @dataclass(eq=False)
 class Source:
-    """How a unit's tensors are stored. `factors` is what the stored numbers are to be multiplied with (or how ggml's blocks are read), `special` whether there are codes that
-    are no finite number (None: nobody has looked)."""
+    """How a unit's tensors are stored.
+
+    `factors[i]`: the scale of tensor i (a number; or float32, one a row, shape (rows,)), or its dequantizer.
+    `nonfinite[i]`: whether there are FP8 codes that are NaN or Inf (None: not checked yet).
+    """
 
     layout: Layout
-    factors: tuple[float | torch.Tensor | Blocks | Dequantizer, ...]
-    special: list[bool | None]
+    factors: tuple[Factor, ...]
+    nonfinite: list[bool | None]
 
 
 @dataclass(eq=False)
 class Stored(Source):
-    """A unit's tensors in memory. `buffer` holds them all, one after the other, where they may have to be fetched; `private_bytes` leaves
-    out what is only a view of the user's file."""
+    """A unit's tensors in memory, in `state`.
+
+    `buffer` (uint8) holds them all, one after the other, where they may have to be fetched; None: separate tensors.
+    `private_bytes` leaves out views of the memory-mapped file.
+    """
 
     state: State
     tensors: list[torch.Tensor]
@@ -90,10 +100,12 @@ def find_units(
     *,
     stays_packed: Callable[[str], bool] | None = None,
 ) -> list[Unit]:
-    """Every parameter and buffer of `module` that `part` knows the place of, in units; blocks in the order of the module.
+    """The parameters and buffers of `module` that `part` has in its files, grouped in units; blocks in the order of the
+    module. `computing`: the dtype of the forward pass.
 
-    `split_bytes`: a block that is larger in the file is cut into its children, they into theirs, until all are smaller or have none.
-    `stays_packed(name)`: whether a parameter of a block that the file stores quantized waits so, too.
+    `split_bytes`: a block that takes more bytes in the file is cut into its children, they into theirs, until all are
+    smaller or have none. `stays_packed(name)`: whether a parameter of a block that the file stores quantized stays
+    quantized in memory. Raises Trouble ("not_supported") for tensors that cannot be read one by one.
     """
     lists = _block_lists(module, part)
     sizes = _sizes(part) if split_bytes is not None else {}
@@ -135,7 +147,7 @@ def _tensor(module: nn.Module, name: str) -> torch.Tensor:
 
 
 def _block_lists(module: nn.Module, part: PartSpec) -> tuple[str, ...]:
-    """Paths of the outermost module lists of two or more modules of one class that hold at least `SHARE` of the bytes."""
+    """Paths of the outermost module lists of two or more modules of one class with at least `SHARE` of the bytes."""
     found: list[str] = []
     for path, inner in module.named_modules():
         if (
@@ -184,7 +196,15 @@ def _piece_of(name: str, block: str, sizes: dict[str, int], split_bytes: int) ->
     return path
 
 
-def _make_unit(position, group, block, module, part, targets, computing) -> Unit:
+def _make_unit(
+    position: int,
+    group: str,
+    block: bool,
+    module: nn.Module,
+    part: PartSpec,
+    targets: dict[str, tuple[tuple[nn.Module, str], ...]],
+    computing: torch.dtype,
+) -> Unit:
     names = sorted(targets, key=lambda name: (part.tensors[name].file, part.tensors[name].start))
     tensors = tuple(part.tensors[name] for name in names)
     raw = lay_out(_stored(at) for at in tensors)
@@ -214,9 +234,9 @@ def _stored(at: TensorAt) -> tuple[torch.dtype, tuple[int, ...]]:
         raise Trouble(
             "not_supported",
             f"{at.file.name} keeps the halves of {at.key} in the other order, so it cannot be read piece by piece.",
-            hint="Load this part plainly, or take the model in the diffusers layout.",
+            hint="Load this part without offload, or take the model in the diffusers layout.",
         )
-    if blocks_of(at) is not None:
+    if dequantizer_of(at) is not None:
         return torch.uint8, (at.nbytes,)
     if at.dtype not in TORCH_DTYPES:
         raise Trouble("not_supported", f"{at.file.name} stores {at.key} as {at.dtype}, which cannot be read.")
@@ -225,20 +245,23 @@ def _stored(at: TensorAt) -> tuple[torch.dtype, tuple[int, ...]]:
 
 def _computed_dtype(stored: torch.dtype, part: PartSpec, name: str, computing: torch.dtype) -> torch.dtype:
     """Floats, and integer codes with a factor, become `computing`; other integers stay what they are."""
-    floats = stored.is_floating_point or name in part.scales or blocks_of(part.tensors[name]) is not None
+    floats = stored.is_floating_point or name in part.scales or dequantizer_of(part.tensors[name]) is not None
     return computing if floats else stored
 
 
-def _factor(part: PartSpec, name: str) -> float | torch.Tensor | Blocks | Dequantizer:
+def _factor(part: PartSpec, name: str) -> Factor:
     if name not in part.scales:
-        return blocks_of(part.tensors[name]) or 1.0
-    scale = read_factor(part.scales[name])
+        return dequantizer_of(part.tensors[name]) or 1.0
+    scale = read_scale(part.scales[name])
     return float(scale) if scale.numel() == 1 else scale.reshape(-1)
 
 
 def stored_layout(unit: Unit, dtype: torch.dtype) -> Layout:
-    """How `unit` lies in memory when stored as `dtype`: FP8 is for the matrices of a block's linear and convolution layers; all else
-    keeps the computation's dtype. Codes that the file holds in that very format stay as they are, and so does what stays packed."""
+    """The layout of `unit` in memory when stored as `dtype`.
+
+    FP8 is for the matrices of a block's linear and convolution layers; all else keeps the computation's dtype. FP8
+    codes that the file holds in that very format stay as they are, and so do `unit.packed` tensors.
+    """
     fields = []
     for index, (raw, computing, targets) in enumerate(
         zip(unit.raw.fields, unit.computing.fields, unit.targets, strict=True)
@@ -259,25 +282,29 @@ def _is_matrix(targets: tuple[tuple[nn.Module, str], ...]) -> bool:
 def convert(
     source: torch.Tensor,
     target: torch.Tensor,
-    factor: float | torch.Tensor | Blocks | Dequantizer,
-    special: bool | None,
-) -> tuple[float | torch.Tensor, bool | None]:
-    """Writes `source` x `factor` to `target` in the latter's dtype. Answers what `target` must still be multiplied with, and whether
-    it has codes that are no finite number (None: nobody has looked)."""
-    if isinstance(factor, Blocks | Dequantizer):
-        if target.dtype is torch.uint8:  # it stays packed
+    factor: Factor,
+    nonfinite: bool | None,
+) -> tuple[Factor, bool | None]:
+    """Casts or dequantizes: writes `source` x `factor` to `target`, rounded to the latter's dtype.
+
+    Both have the same shape, except that a quantized `source` is uint8, shape (bytes,). Returns the scale that
+    `target` must still be multiplied with (a number, or float32 of shape (rows,)), and whether it has FP8 codes that
+    are NaN or Inf (None: not checked).
+    """
+    if isinstance(factor, GgufBlocks | Dequantizer):
+        if target.dtype is torch.uint8:  # it stays quantized
             target.copy_(source)
             return factor, False
-        source, factor = factor.decode(source), 1.0
+        source, factor = factor.dequantize(source), 1.0
     if source.dtype == target.dtype:
         target.copy_(source)
-        return factor, special if is_float8(target.dtype) else False
+        return factor, nonfinite if is_float8(target.dtype) else False
     if is_float8(target.dtype):
         exact = source if not is_float8(source.dtype) else _cast_new(source, factor)
         exponent = store(exact, target)
         return 2.0**-exponent, None if exponent == 0 else False
     if is_float8(source.dtype):
-        cast(source, target, factor=factor, special=special)
+        cast(source, target, factor=factor, nonfinite=nonfinite)
     elif isinstance(factor, torch.Tensor) or factor != 1.0:
         multiply(source, target, factor)
     else:
@@ -289,9 +316,9 @@ def _cast_new(codes: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor
     return cast(codes, torch.empty(codes.shape, dtype=torch.float32, device=codes.device), factor=factor)
 
 
-def move_others(module: nn.Module, units: list[Unit], device: torch.device) -> None:
-    """What is in no unit (rotary tables, adapters added before) goes to the computing device and stays there."""
-    move_rest(module, device)
+def move_unmanaged(module: nn.Module, units: list[Unit], device: torch.device) -> None:
+    """Moves what is in no unit (rotary tables, adapters added before) to the computing device, where it stays."""
+    move_computed_buffers(module, device)
     owned = {id(getattr(owner, leaf)) for unit in units for places in unit.targets for owner, leaf in places}
     for name, parameter in module.named_parameters():
         if id(parameter) not in owned:

@@ -1,126 +1,155 @@
-"""What happens before and after a block or a layer of a placed module is called: its weights come, and they go again."""
+"""Forward hooks of offloaded modules: weights of a block or layer are fetched before its forward, released after."""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from backend.engine.offload.autograd import Pass
+from backend.engine.offload.autograd import OffloadedPass
 from backend.engine.offload.blocks import Unit
-from backend.engine.offload.transfer import Layer, Motion
+from backend.engine.offload.transfer import Layer, WeightTransfer
 from backend.schema import measured_choices
+
+
+class Hooked(Protocol):
+    """What the hooks use of a `Placement`."""
+
+    units: list[Unit]
+    layers: list[Layer]
+    transfer: WeightTransfer
+    lock: threading.RLock
+    calls: list[Call]
+    passes: set[OffloadedPass]
+
+    def may_cast(self, layer: Layer) -> bool: ...
+
+    def enter_use(self, unit: Unit) -> bool: ...
 
 
 @dataclass(eq=False)
 class Call:
-    """One call under way: what it holds, and its way back if there are gradients."""
+    """One forward call under way: which weights it holds, and its backward pass if there are gradients."""
 
     module: nn.Module
     unit: Unit
-    layer: Layer | None
-    block_held: bool
-    layer_held: bool
-    way_back: Pass | None = None
+    block_held: bool  # the fetched weights of `unit`
+    layer: Layer | None  # called: this layer of the block, or the whole block
+    cast: Layer | None  # whose cast weights are held
+    backward_pass: OffloadedPass | None = None
 
-    def hold(self, motion: Motion, direction: int = 1) -> None:
-        """All of it or, where that fails, nothing."""
+    def acquire(self, transfer: WeightTransfer, direction: int = 1) -> None:
+        """Fetches and casts the weights: all of them or, where that raises, none."""
         if self.block_held:
-            motion.hold(self.unit, direction)
-        if self.layer_held:
+            transfer.acquire(self.unit, direction)
+        if self.cast is not None:
             try:
-                motion.hold_layer(self.layer)
+                transfer.acquire_layer(self.cast)
             except BaseException:
                 if self.block_held:
-                    motion.let_go(self.unit, look_ahead=False)
+                    transfer.release(self.unit, look_ahead=False)
                 raise
 
-    def let_go(self, motion: Motion) -> None:
-        if self.layer_held:
-            motion.let_go_layer(self.layer)
+    def release(self, transfer: WeightTransfer) -> None:
+        """The buffers may be overwritten."""
+        if self.cast is not None:
+            transfer.release_layer(self.cast)
         if self.block_held:
-            motion.let_go(self.unit)
+            transfer.release(self.unit)
 
-    def buffers(self, motion: Motion) -> list[torch.Tensor]:
-        slots = [motion.fetched.find(self.unit.position)] * self.block_held
-        slots += [motion.cast.find(self.layer.key)] * self.layer_held if self.layer else []
+    def buffers(self, transfer: WeightTransfer) -> list[torch.Tensor]:
+        """The buffers (uint8, shape (nbytes,)) that hold its weights, while they are acquired."""
+        slots = [transfer.fetched[self.unit.position]] if self.block_held else []
+        slots += [transfer.cast[self.cast.key]] if self.cast is not None else []
         return [slot.buffer for slot in slots]
 
 
-def watch(placement) -> list[RemovableHandle]:
-    """Before each use of a block or a layer its weights are brought, and after it they go, until the hooks are removed."""
-    hooks = []
+def attach_hooks(placement: Hooked) -> list[RemovableHandle]:
+    """Forward hooks on every streamed block and every layer whose weights are cast: fetched before, released after.
+
+    Remove the hooks to stop.
+    """
+    hooks: list[RemovableHandle] = []
     for unit in placement.units:
         own = [layer for layer in placement.layers if layer.unit is unit]
         if unit.block and measured_choices.chosen().hooks == "casts":
             own = [layer for layer in own if placement.may_cast(layer)]
-        watched = [(unit.module, None)] * unit.block + [(layer.module, layer) for layer in own]
+        watched: list[tuple[nn.Module, Layer | None]] = [(unit.module, None)] if unit.block else []
+        watched += [(layer.module, layer) for layer in own]
         for module, layer in watched:
-            hooks.append(module.register_forward_pre_hook(partial(before, placement, unit, layer), with_kwargs=True))
+            hooks.append(
+                module.register_forward_pre_hook(partial(pre_forward, placement, unit, layer), with_kwargs=True)
+            )
         for module, layer in reversed(watched):
-            hook = partial(after, placement, unit, layer)
+            hook = partial(post_forward, placement, unit, layer)
             hooks.append(module.register_forward_hook(hook, with_kwargs=True, always_call=True))
     return hooks
 
 
-def before(placement, unit: Unit, layer: Layer | None, module: nn.Module, args: tuple, kwargs: dict):
-    """A forward pre-hook: `unit`'s weights (and, with `layer`, those of that one module) are there when it returns."""
+def pre_forward(
+    placement: Hooked, unit: Unit, layer: Layer | None, module: nn.Module, args: tuple, kwargs: dict
+) -> tuple[tuple, dict] | None:
+    """Forward pre-hook: `unit`'s weights (and, with `layer`, that layer's cast ones) are present when it returns."""
     if unit.ready is not None:
         return None
-    motion = placement.motion
+    transfer = placement.transfer
     with placement.lock:
-        if placement.passes and torch._C._current_graph_task_id() == -1:
-            _forget_broken(placement)
+        if placement.passes and torch._C._current_graph_task_id() == -1:  # no backward pass is running
+            _release_failed_passes(placement)
         if not placement.enter_use(unit):
             return None
-        streams = motion.streams(unit)
-        casts = layer is not None and unit.block and bool(motion.cast_layout(layer).fields)
-        if not casts and not (streams and (layer is None or not motion.is_held(unit))):
+        streams = transfer.streams(unit)
+        casts = layer is not None and unit.block and bool(transfer.cast_layout(layer).fields)
+        if not casts and not (streams and (layer is None or not transfer.is_held(unit))):
             return None
-        call = Call(module, unit, layer, streams, casts)
-        call.hold(motion)
+        call = Call(module, unit, streams, layer, layer if casts else None)
+        call.acquire(transfer)
         placement.calls.append(call)
         if not torch.is_grad_enabled():
             return None
-        call.way_back = _way_back(placement, call)
-        return call.way_back.enter(args, kwargs)
+        call.backward_pass = _backward_pass(placement, call)
+        return call.backward_pass.enter(args, kwargs)
 
 
-def after(placement, unit: Unit, layer: Layer | None, module: nn.Module, args: tuple, kwargs: dict, output):
-    """A forward hook, called also when the module raised: lets go what `before` held for this call."""
+def post_forward(
+    placement: Hooked, unit: Unit, layer: Layer | None, module: nn.Module, args: tuple, kwargs: dict, output: Any
+) -> Any:
+    """Forward hook, called also when the module raised: releases what `pre_forward` acquired for this call."""
     with placement.lock:
         calls = placement.calls
         if not calls or calls[-1].module is not module or calls[-1].layer is not layer or calls[-1].unit is not unit:
             return None
         call = calls.pop()
-        way_back, call.way_back = call.way_back, None
-        if way_back is not None:
-            way_back.leave()
-            output = way_back.outputs(output)
-        call.let_go(placement.motion)
-        return output if way_back is not None else None
+        backward_pass, call.backward_pass = call.backward_pass, None
+        if backward_pass is not None:
+            backward_pass.leave()
+            output = backward_pass.outputs(output)
+        call.release(placement.transfer)
+        return output if backward_pass is not None else None
 
 
-def _way_back(placement, call: Call) -> Pass:
-    motion = placement.motion
+def _backward_pass(placement: Hooked, call: Call) -> OffloadedPass:
+    transfer = placement.transfer
 
-    def hold(way_back: Pass) -> None:
+    def acquire(backward_pass: OffloadedPass) -> None:
         with placement.lock:
-            call.hold(motion, -1)
-            placement.passes.add(way_back)
+            call.acquire(transfer, -1)
+            placement.passes.add(backward_pass)
 
-    def let_go(way_back: Pass) -> None:
+    def release(backward_pass: OffloadedPass) -> None:
         with placement.lock:
-            placement.passes.discard(way_back)
-            call.let_go(motion)
+            placement.passes.discard(backward_pass)
+            call.release(transfer)
 
-    return Pass(hold, let_go, lambda: call.buffers(motion))
+    return OffloadedPass(acquire, release, lambda: call.buffers(transfer))
 
 
-def _forget_broken(placement) -> None:
-    """Lets go of what a backward pass that raised has left held."""
-    for way_back in list(placement.passes):
-        way_back.end_backward()
+def _release_failed_passes(placement: Hooked) -> None:
+    """Releases weights that a backward pass that raised has left held."""
+    for backward_pass in list(placement.passes):
+        backward_pass.end_backward()

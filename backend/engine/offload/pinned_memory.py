@@ -1,7 +1,8 @@
-"""Pinned RAM for blocks that wait there for an accelerator: bounded over the whole process, and never much more than is asked for.
+"""Pinned (page-locked) RAM for offloaded blocks: a pool bounded over the whole process that wastes little.
 
-torch takes the next power of two from the system for every pinned tensor (`torch.cuda.host_memory_stats` says so), so a block of 680 MB would take 1024 MiB
-and a model half as much again. Here blocks lie side by side in pieces that are powers of two themselves.
+torch's host allocator rounds every pinned tensor up to a power of two (`torch.cuda.host_memory_stats` shows it), so
+a block of 680 MB would take 1024 MiB and a model half as much again. Here blocks lie side by side in pieces whose
+sizes are powers of two.
 """
 
 from __future__ import annotations
@@ -14,26 +15,28 @@ import torch
 from backend.engine.devices import device_memory
 from backend.engine.loading.disk_reader import ALIGNMENT, allocate
 
-SHARE = 0.5  # of RAM may be pinned; what is beyond goes through two small pinned buffers
-LARGEST_PIECE = 4 << 30  # bytes: more at once is slow to take, and hard to find in fragmented RAM
+SHARE = 0.5  # of RAM may be pinned; other weights are copied through two small pinned buffers (`pinned_copy`)
+LARGEST_PIECE = 4 << 30  # bytes: pinning more at once is slow, and fails in fragmented RAM
 
 
 @dataclass(eq=False)
-class Pinned:
-    """Gives buffers out of pieces. `expected_bytes`: about how much will be taken in all. A piece goes when the last buffer in it goes."""
+class PinnedPool:
+    """Cuts buffers out of pinned pieces. A piece is freed with the last buffer in it.
+
+    `expected_bytes`: about how much will be taken in all. `limit_bytes` of the process; None: its share of RAM,
+    divided among the processes of a training run.
+    """
 
     device: torch.device  # that the bytes will be copied to
     expected_bytes: int
-    limit_bytes: int | None = (
-        None  # of the process; None: its share of RAM, which the processes of a run divide among them
-    )
+    limit_bytes: int | None = None
     new_piece: Callable[[int], torch.Tensor] = lambda nbytes: allocate(nbytes, torch.device("cpu"), pinned=True)
     _rest: torch.Tensor | None = None  # of the last piece
-    _taken: int = 0  # bytes of pieces; not every device counts for itself
-    _most_bytes: int = LARGEST_PIECE << 8  # that the system may give at once, as far as is known
+    _taken: int = 0  # bytes of pieces; `device_memory.pinned` is 0 on devices that do not count
+    _most_bytes: int = LARGEST_PIECE << 8  # halved each time that the system refuses to pin so much
 
     def take(self, nbytes: int) -> torch.Tensor | None:
-        """`nbytes` of pinned RAM (uint8), or None where that would be too much or the system gives no more."""
+        """`nbytes` of pinned RAM (uint8, shape (nbytes,)), or None beyond the limit or where the system refuses."""
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         if self._rest is None or self._rest.numel() < size:
             self._rest = self._piece(size)
@@ -45,26 +48,23 @@ class Pinned:
         return found
 
     def finish(self) -> None:
-        """Keeps no piece alive that no buffer lies in."""
+        """Drops the unused rest of the last piece."""
         self._rest = None
 
     def _piece(self, size: int) -> torch.Tensor | None:
-        """Half as much, and half of that, down to `size`, where there is less. What was refused once is not asked for again: each refusal can take
-        seconds."""
+        """A new piece of the expected size or, where that is refused, of half of it, and so on down to `size`.
+        A size that was refused is not tried again: each refusal can take seconds."""
         limit = self.limit_bytes
         if limit is None:
             limit = int(device_memory.ram()[0] * SHARE / device_memory.processes_here())
-        left = limit - max(device_memory.pinned(self.device), self._taken)
+        reads_done = limit - max(device_memory.pinned(self.device), self._taken)
         least, nbytes = power_of_two(size), min(piece_bytes(size, self.expected_bytes), self._most_bytes)
         while nbytes >= least:
-            if nbytes <= left:
+            if nbytes <= reads_done:
                 try:
                     piece = self.new_piece(nbytes)
-                except (
-                    RuntimeError,
-                    MemoryError,
-                    OSError,
-                ):  # locked memory has limits of its own: WSL's, a container's, Windows'
+                except (RuntimeError, MemoryError, OSError):
+                    # page-locked memory has limits of its own (WSL, containers, Windows): not an OOM of this process
                     self._most_bytes = nbytes // 2
                 else:
                     self._taken += nbytes
@@ -74,11 +74,11 @@ class Pinned:
 
 
 def piece_bytes(size: int, expected_bytes: int) -> int:
-    """The power of two to take for a first buffer of `size` when `expected_bytes` are to come in all."""
+    """Bytes of the piece to pin for a buffer of `size` bytes when `expected_bytes` are expected: a power of two."""
     wanted = min(max(expected_bytes, 1), LARGEST_PIECE)
     return max(power_of_two(size), 1 << (wanted.bit_length() - 1))
 
 
 def power_of_two(nbytes: int) -> int:
-    """The least power of two that is not smaller."""
+    """The smallest power of two >= `nbytes`."""
     return 1 << max(nbytes - 1, 0).bit_length()

@@ -1,6 +1,7 @@
-"""The four states of a part's weights: read from a `VramConfig`, completed, and refused where they make no sense.
+"""The four VRAM states of weights (offload, onload, preparing, computation), read from a `VramConfig` and checked.
 
-Rank says how far from computing a device is: disk, then RAM, then the device that computes. On its way to computation a weight may only come nearer.
+The rank of a state says how near to computation it is: disk, then RAM, then the computing device. From offload to
+computation the rank may only grow.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ CONVERT = "python -m backend lora to_safetensors {path}"
 
 @dataclass(frozen=True)
 class State:
-    """Where weights lie and in which dtype. On disk the dtype is the file's and `dtype` is None."""
+    """A device and a dtype that weights are stored in. On disk the dtype is the file's, and both are None."""
 
     dtype: torch.dtype | None
     device: torch.device | None  # None: disk
@@ -36,7 +37,14 @@ class State:
         return self.device is None
 
     @property
+    def in_memory(self) -> tuple[torch.dtype, torch.device]:
+        """dtype and device of a state that is not on disk."""
+        assert self.dtype is not None and self.device is not None, "this state is on disk"
+        return self.dtype, self.device
+
+    @property
     def rank(self) -> int:
+        """0 disk, 1 RAM, 2 accelerator."""
         return 0 if self.device is None else 1 if device_memory.is_ram(self.device) else 2
 
     def __str__(self) -> str:
@@ -45,7 +53,7 @@ class State:
 
 @dataclass(frozen=True)
 class States:
-    """All four, complete."""
+    """All four states, complete. `computation` is never on disk."""
 
     offload: State
     onload: State
@@ -54,17 +62,16 @@ class States:
 
     @property
     def resident(self) -> bool:
-        """Whether weights never move and never change their dtype: the plain case."""
+        """Whether weights never move and never change their dtype: no offload."""
         return self.offload == self.onload == self.preparing == self.computation
 
 
 def read_states(config: VramConfig, *, device: torch.device | str, dtype: torch.dtype) -> States:
     """The states that `config` asks for; what it leaves out is as in the next state towards computation, the last being
-    `dtype` on `device`. Raises Trouble ("vram_config", or "bad_device" for one that is not there) with a sentence.
-    """
-    values = {name: _plain(value) for name, value in config.to_values().items()}
-    values["computation_dtype"] = values["computation_dtype"] or _plain(dtype)
-    values["computation_device"] = values["computation_device"] or _plain(device)
+    `dtype` on `device`. Raises Trouble ("vram_config"; "bad_device" for a device that is not there)."""
+    values = {name: _normalized(value) for name, value in config.to_values().items()}
+    values["computation_dtype"] = values["computation_dtype"] or _normalized(dtype)
+    values["computation_device"] = values["computation_device"] or _normalized(device)
     found: dict[str, State] = {}
     for nearer, level in zip((None, *LEVELS[:0:-1]), LEVELS[::-1]):
         for what in ("device", "dtype"):
@@ -77,7 +84,7 @@ def read_states(config: VramConfig, *, device: torch.device | str, dtype: torch.
     return states
 
 
-def _plain(value) -> str | None:
+def _normalized(value: object) -> str | None:
     """The spelling without "torch."; an accelerator without a number is its first."""
     if value is None:
         return None
@@ -100,6 +107,7 @@ def _state(level: str, values: dict[str, str | None]) -> State:
         )
     if dtype not in DTYPES:
         raise _refused(f"{level}_dtype is {dtype!r}, which weights cannot have.", f"One of: {', '.join(DTYPES)}.")
+    assert dtype is not None and device is not None, "read_states completes them"
     return State(getattr(torch, dtype), _device(level, device))
 
 
@@ -113,17 +121,19 @@ def _device(level: str, name: str) -> torch.device:
 
 
 def check_states(states: States) -> None:
-    """Raises Trouble where a state is nearer to computing than the one after it, computes in what nothing computes in, or is in a dtype that the
-    computing device cannot take."""
-    computing = states.computation
-    if is_float8(computing.dtype):
+    """Raises Trouble ("vram_config") where a state is nearer to computation than the next one, the computation dtype is
+    FP8, or the computing device cannot take a state's dtype."""
+    computation_dtype, computation_device = states.computation.in_memory
+    if is_float8(computation_dtype):
         raise _refused(
-            f"computation_dtype is {str(computing.dtype).removeprefix('torch.')}, but layers do not compute in 8-bit floats.",
-            "Store in FP8 (preparing_dtype, onload_dtype) and compute in bfloat16. Products in FP8 are from_pretrained(fp8_products=True).",
+            f"computation_dtype is {str(computation_dtype).removeprefix('torch.')}, "
+            "but layers do not compute in 8-bit floats.",
+            "Store in FP8 (preparing_dtype, onload_dtype) and compute in bfloat16. "
+            "Products in FP8 are from_pretrained(fp8_products=True).",
         )
-    ordered = [(level, getattr(states, level)) for level in LEVELS]
+    ordered: list[tuple[str, State]] = [(level, getattr(states, level)) for level in LEVELS]
     for level, state in ordered:
-        if computing.device.type == "mps" and state.dtype is not None and is_float8(state.dtype):
+        if computation_device.type == "mps" and state.dtype is not None and is_float8(state.dtype):
             raise _refused(
                 f"{level}_dtype is {str(state.dtype).removeprefix('torch.')}, which Apple's GPUs (mps) cannot take.",
                 "Store in bfloat16 or float16; blocks that do not fit can be streamed from disk.",
@@ -131,18 +141,19 @@ def check_states(states: States) -> None:
     for (level, state), (nearer, next_state) in pairwise(ordered):
         if state.rank > next_state.rank:
             raise _refused(
-                f"{level} ({state}) is nearer to computing than {nearer} ({next_state}): weights would move away in order to compute.",
+                f"{level} ({state}) is nearer to computing than {nearer} ({next_state}): "
+                "weights would move away in order to compute.",
                 f"Give {nearer} a device as near as {level}'s, or move {level} further away.",
             )
-        if state.rank == 2 and state.device.type != computing.device.type:
+        if state.rank == 2 and state.device is not None and state.device.type != computation_device.type:
             raise _refused(
-                f"{level} keeps weights on {state.device}, but {computing.device} computes.",
+                f"{level} keeps weights on {state.device}, but {computation_device} computes.",
                 "Accelerators hold weights only for their own kind; choose cpu or disk.",
             )
 
 
 def check_limit(vram_limit_bytes: int | None) -> None:
-    """Raises Trouble for a limit below zero; None is no limit, 0 lets nothing wait on the computing device."""
+    """Raises Trouble ("vram_config") for a limit below zero bytes; None is no limit, 0 keeps no block resident."""
     if vram_limit_bytes is not None and vram_limit_bytes < 0:
         raise _refused(
             f"vram_limit is {vram_limit_bytes} bytes.", "Use None for no limit, or 0 to keep nothing ready on the card."
@@ -150,13 +161,14 @@ def check_limit(vram_limit_bytes: int | None) -> None:
 
 
 def check_files(part: PartSpec, states: States) -> None:
-    """Raises Trouble where weights shall stay on disk but their file does not hold them as plain bytes."""
+    """Raises Trouble ("vram_config") where weights are to be streamed from disk, but their file is a pickle."""
     if not (states.offload.on_disk or states.onload.on_disk or states.preparing.on_disk):
         return
     for path in _pickles(part.files):
         raise Trouble(
             "vram_config",
-            f"{path.name} is a pickle, and weights cannot be streamed out of one; {part.name} can only be left on disk as safetensors.",
+            f"{path.name} is a pickle, and weights cannot be streamed out of one; "
+            f"{part.name} can only be left on disk as safetensors.",
             hint=f"Convert it once: {CONVERT.format(path=_quoted(path))}",
         )
 
@@ -166,7 +178,7 @@ def _pickles(files: Iterable[Path]) -> list[Path]:
 
 
 def _quoted(path: Path) -> str:
-    """As every shell takes it."""
+    """`path` quoted so that every shell takes it."""
     return f'"{path}"' if " " in str(path) else str(path)
 
 

@@ -29,7 +29,7 @@ def open_picture(path: str | Path) -> Image.Image:
     except FileNotFoundError:
         raise Trouble("missing_file", f"There is no picture {path}.", hint="Choose it again.") from None
     except Exception as error:  # decoders raise what they like
-        if out_of_memory.is_one(error):
+        if out_of_memory.is_oom(error):
             raise
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error).rstrip(".")
         raise Trouble("bad_picture", f"{Path(path).name} is not a picture that can be read: {why}.") from None

@@ -58,7 +58,7 @@ class Preview:
         coarse = torch.randn((1, channels, 8, 8), generator=torch.Generator().manual_seed(0))
         smooth = torch.nn.functional.interpolate(coarse, scale_factor=4, mode="bicubic")
         smooth = (smooth / smooth.std()).to(self.device, self.dtype)
-        with out_of_memory.passed_over():
+        with out_of_memory.suppress_oom():
             self.learn(smooth, self.family.decode(self.parts, smooth))
 
     def learn(self, latents: torch.Tensor, pixels: torch.Tensor) -> None:
@@ -66,7 +66,7 @@ class Preview:
         cells = _with_one(latents)
         if len(cells) < 2 * cells.shape[1]:
             return
-        with out_of_memory.passed_over():
+        with out_of_memory.suppress_oom():
             colours = torch.nn.functional.adaptive_avg_pool2d(pixels.float(), latents.shape[-2:])[0].flatten(1).T.cpu()
             self.weights = torch.linalg.lstsq(cells, colours, driver="gelsd").solution
 
@@ -100,7 +100,7 @@ def watched(number: int, num_steps: int, on_step: Callable[[Step], None], previe
         if step == num_steps or now - drawn < max(LEAST_SECONDS, cost / SHARE):
             return None
         picture = None
-        with out_of_memory.passed_over():  # a preview is left out; the picture itself may well go on
+        with out_of_memory.suppress_oom():  # a preview is left out; the picture itself may well go on
             picture = preview.draw(estimate())
         drawn, cost = time.monotonic(), time.monotonic() - now
         return picture

@@ -19,7 +19,7 @@ from backend.engine.devices import device_memory, out_of_memory
 from backend.engine.loading.fp8_storage import is_float8
 from backend.engine.loading.load import TORCH_DTYPES
 from backend.engine.offload.blocks import find_units, stored_layout
-from backend.engine.offload.prefetch import spread
+from backend.engine.offload.prefetch import evenly_spaced
 from backend.engine.offload.vram_states import check_files, read_states
 from backend.engine.pipeline import part_loading, part_placement
 from backend.planner.costs.layout import PartLayout
@@ -77,25 +77,25 @@ def again(pipeline, part: str, work: Callable, *, when: str, own: Sequence[Rung]
     while True:
         try:
             return work()
-        except out_of_memory.KINDS as error:
-            if not out_of_memory.is_one(error, pipeline.device):
+        except out_of_memory.OOM_TYPES as error:
+            if not out_of_memory.is_oom(error, pipeline.device):
                 raise
-            rung = _next(pipeline, part, own, of_ram=out_of_memory.is_of_ram(error, pipeline.device))
+            rung = _next(pipeline, part, own, of_ram=out_of_memory.is_ram_oom(error, pipeline.device))
             if rung is None:
                 raise
-            out_of_memory.forget(error)  # its frames hold the phase's tensors
+            out_of_memory.release_tensors(error)  # its frames hold the phase's tensors
         pipeline.lower.taken.add((part, rung.name))
-        sentence = f"Memory ran out while {when}, so {rung.words}. {rung.hint}"
+        sentence = f"Out of memory while {when}, so {rung.words}. {rung.hint}"
         pipeline.note(sentence)
         pipeline.lower.news.append(sentence)
         _take(pipeline, rung)
 
 
 def _take(pipeline, rung: Rung) -> None:
-    device_memory.give_back(pipeline.device)
-    with out_of_memory.passed_over(pipeline.device):  # `work` will run out again, and the next rung is tried
+    device_memory.empty_cache(pipeline.device)
+    with out_of_memory.suppress_oom(pipeline.device):  # `work` will run out again, and the next rung is tried
         rung.take()
-    device_memory.give_back(pipeline.device)
+    device_memory.empty_cache(pipeline.device)
 
 
 def _next(pipeline, part: str, own: Sequence[Rung], *, of_ram: bool) -> Rung | None:
@@ -130,7 +130,7 @@ def _downwards(pipeline, part: str, own: Sequence[Rung]) -> Iterator[Rung]:
     if staying and part != "vae" and _frees_blocks(pipeline, part):
         for name, count in (("fewer", staying // 2), ("none", 0)):
             words = f"{blocks - count} of {blocks} blocks of {called(part)} are now fetched when they are needed"
-            yield Rung(name, words, _WEIGHTS, lambda count=count: _stream(pipeline, part, spread(blocks, count)))
+            yield Rung(name, words, _WEIGHTS, lambda count=count: _stream(pipeline, part, evenly_spaced(blocks, count)))
     if blocks and _may_be_eighth(pipeline, part):
         words = f"{called(part)} is now stored in FP8, which is less exact"
         yield Rung("fp8", words, _WEIGHTS, lambda: _store_in_fp8(pipeline, part))
@@ -287,7 +287,7 @@ def staying_of(pipeline, name: str) -> tuple[int, int]:
     """How many blocks the part has, and how many of them stay on the device while it is called; (0, 0) where it cannot be streamed."""
     here = pipeline.placements.get(name)
     if here is not None:
-        return len(here.blocks), len(here.staying())
+        return len(here.blocks), len(here.planned_resident_blocks())
     if part_loading.is_fixed(pipeline, name):
         return 0, 0
     try:
@@ -319,7 +319,7 @@ def _may_be_eighth(pipeline, name: str) -> bool:
     here = pipeline.placements.get(name)
     if part_loading.is_fixed(pipeline, name) or name in pipeline.packed:
         return False
-    if not pipeline.lower.allow_fp8 or (here is not None and here.states.onload.on_disk and not here.staying()):
+    if not pipeline.lower.allow_fp8 or (here is not None and here.states.onload.on_disk and not here.planned_resident_blocks()):
         return False
     storages = (
         [] if here is None else [here.states.offload.dtype, here.states.onload.dtype, here.states.preparing.dtype]

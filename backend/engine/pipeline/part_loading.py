@@ -129,7 +129,7 @@ def cleared(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     for inner in module.modules():
         for leaf in list(inner._parameters):
             inner._parameters[leaf] = None
-    load.move_rest(module, device)
+    load.move_computed_buffers(module, device)
     return module.eval()
 
 

@@ -391,4 +391,4 @@ class Pipeline:
         self.placements.clear()
         self.parts.clear()
         self._encodings.clear()
-        device_memory.give_back(self.device)
+        device_memory.empty_cache(self.device)

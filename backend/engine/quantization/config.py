@@ -199,7 +199,7 @@ class QuantizeConfig(_Quantizes):
         try:
             return self.backend.quantize(layer, self.settings())
         except (ImportError, NotImplementedError, RuntimeError, AssertionError, ValueError) as error:
-            if out_of_memory.is_one(error, device):
+            if out_of_memory.is_oom(error, device):
                 raise
             raise Trouble(
                 "not_supported",

@@ -69,8 +69,8 @@ def quantize_loaded(
         replace_layer(module, name, made if stay is None else made.to(stay))
         at = part.tensors.get(f"{name}.weight")
         if at is not None and at.packed is None:
-            load.let_go(at, maps[at.file])
-    device_memory.give_back("cpu")
+            load.drop_pages(at, maps[at.file])
+    device_memory.empty_cache("cpu")
     return module.to(stay or device).requires_grad_(False).eval()
 
 

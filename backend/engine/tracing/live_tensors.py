@@ -37,7 +37,7 @@ def _weights(modules: Mapping[str, object], device: torch.device) -> list[torch.
 
 def _of_module(module: torch.nn.Module, device: torch.device) -> list[torch.Tensor]:
     placed = placement.of(module)
-    if placed is None or placed.changeable:
+    if placed is None or placed.weights_writable:
         return [*module.parameters(), *module.buffers(), *forward_calls.tables(module)]
     stored = [unit.stored.tensors for unit in placed.units if unit.stored and unit.stored.state.device == device]
     trained = [weight for weight in module.parameters() if weight.requires_grad]  # adapters, which no placement moves
@@ -46,8 +46,8 @@ def _of_module(module: torch.nn.Module, device: torch.device) -> list[torch.Tens
 
 def _staging_bytes(modules: Mapping[str, object], device: torch.device) -> int:
     placed = [placement.of(module) for module in modules.values() if isinstance(module, torch.nn.Module)]
-    away = [one for one in placed if one is not None and not one.changeable]
-    return sum(one.motion.staging_bytes() for one in away) if device.type == "cpu" else 0
+    away = [one for one in placed if one is not None and not one.weights_writable]
+    return sum(one.transfer.staging_bytes() for one in away) if device.type == "cpu" else 0
 
 
 def _sum(tensors: Iterable[torch.Tensor], device: torch.device, *, but: Mapping[int, object] | None = None) -> int:

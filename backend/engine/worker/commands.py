@@ -83,14 +83,14 @@ class Work:
         try:
             self.measured = benchmark.measure_once(self.device, here=places(), should_stop=should_stop)
         except Cancelled:
-            device_memory.give_back(self.device)
+            device_memory.empty_cache(self.device)
         except Exception:  # nothing that anybody waits for; estimates go on from what is assumed
             traceback.print_exc()
             self.measured = True
 
     def explain(self, error: BaseException, command: str) -> Trouble | None:
         """What an error means, where it means something to a person. Lets the model go where memory ran out."""
-        if not out_of_memory.is_one(error, self.device):
+        if not out_of_memory.is_oom(error, self.device):
             return None
         error.__traceback__ = None  # its frames hold the tensors
         self._close()
@@ -312,7 +312,7 @@ class Work:
             self.pipeline.close()
             self.pipeline, self._loaded_from = None, ()
             self._peaks.clear()
-            device_memory.give_back(self.device)
+            device_memory.empty_cache(self.device)
 
     def _say_memory(self) -> None:
         self._told_memory = time.monotonic()

@@ -94,7 +94,7 @@ def _read(file: Path, reader: Callable[[Path], T]) -> T:
     try:
         return reader(file)
     except Exception as error:  # each reader has its own
-        if out_of_memory.is_one(error):  # the state is whole
+        if out_of_memory.is_oom(error):  # the state is whole
             raise
         path, why = file.parent, "is missing" if isinstance(error, FileNotFoundError) else "cannot be read"
         others = [other for other in list_states(path.parent.parent) if other != path]

@@ -66,7 +66,7 @@ class Store:
         except FileNotFoundError:
             return None
         except Exception as error:  # a torn file of a lost machine: whatever the parser says, it is computed anew
-            if out_of_memory.is_one(error):
+            if out_of_memory.is_oom(error):
                 raise
             return None
         with contextlib.suppress(OSError):
@@ -140,7 +140,7 @@ def open_pixels(item: Item, size: tuple[int, int], *, flip: bool = False, box: B
         with Image.open(item.path) as stored:
             picture = in_rgb(stored)
     except Exception as error:  # decoders raise what they like
-        if out_of_memory.is_one(error):  # the picture is whole, and not to be left out
+        if out_of_memory.is_oom(error):  # the picture is whole, and not to be left out
             raise
         raise Trouble(
             "broken_picture",

@@ -17,7 +17,7 @@ def open_shown(one: Shown) -> Image.Image:
         if one.box is not None:
             picture = picture.resize(one.size, Image.Resampling.LANCZOS, box=one.box)
     except (Trouble, OSError, ValueError) as error:
-        if out_of_memory.is_one(error):
+        if out_of_memory.is_oom(error):
             raise
         why = error.message if isinstance(error, Trouble) else error
         raise Trouble(

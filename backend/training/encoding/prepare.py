@@ -13,7 +13,7 @@ from backend.dataset.crops import cut, num_cuts
 from backend.dataset.dataset import Dataset, Item
 from backend.dataset.reference_images import check_counts, check_cuts
 from backend.engine.devices import device_memory
-from backend.engine.devices.oom_retry import Tiled
+from backend.engine.devices.oom_retry import TiledOnOom
 from backend.schema.messages import Trouble
 from backend.schema.paths import places
 from backend.training.encoding.conditioning import add_references, add_samples, fill_told, is_editing, told_in
@@ -102,7 +102,7 @@ def _fill_pictures(source: Source, base: Base, load: Parts, wishes: Wishes) -> N
         def encode(pixels: torch.Tensor, *, tiled: bool) -> torch.Tensor:
             return base.family.encode_image(parts, pixels.to(weights.device, weights.dtype), tiled=tiled)
 
-        each = Tiled(encode, wishes.note)
+        each = TiledOnOom(encode, wishes.note)
         found = fill_latents(
             source.latent_store,
             missing,
@@ -161,4 +161,4 @@ def split_off(source: Source, share: float, *, seed: int) -> list[int]:
 
 def free_memory() -> None:
     """Gives back what nothing refers to any more, to the card and to the system."""
-    device_memory.give_back("cuda" if torch.cuda.is_available() else "cpu")
+    device_memory.empty_cache("cuda" if torch.cuda.is_available() else "cpu")

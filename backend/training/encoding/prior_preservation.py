@@ -10,7 +10,7 @@ import torch
 
 from backend.dataset.dataset import Item
 from backend.dataset.generated_prompts import EMPTY, prior_prompts
-from backend.engine.devices.oom_retry import Fewer, attempt
+from backend.engine.devices.oom_retry import SmallerBatches, attempt
 from backend.training.encoding.conditioning import encode_told, encoders_of
 from backend.training.encoding.distributed_encoding import Parts, Wishes, in_shares
 from backend.training.encoding.draw import draw_latents, num_at_once
@@ -95,7 +95,7 @@ def _draw_missing(missing: dict, source: Source, base: Base, load: Parts, wishes
 
     keys = list(missing)
     count = 1 if editing else num_at_once(missing[keys[0]][3])
-    fewer = Fewer(draw_somehow, wishes.note, what="pictures that are trained along")
+    fewer = SmallerBatches(draw_somehow, wishes.note, what="pictures that are trained along")
     for start in range(0, len(keys), count):
         for key, one in zip(
             keys[start : start + count], fewer([missing[key] for key in keys[start : start + count]]), strict=True

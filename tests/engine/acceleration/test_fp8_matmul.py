@@ -124,7 +124,7 @@ def test_streamed_from_a_file_that_is_8_bit_already(write_part, products):
     placed.onload()
     with torch.no_grad():
         stored = placed_module(**inputs())
-        placed.arrange(whole=False, codes=fp8_matmul.chosen)
+        placed.set_casting(whole=False, codes=fp8_matmul.chosen)
         ours = placed_module(**inputs())
     assert len(products) == 8 and placed.moved_bytes > 0
     assert 0 < float((ours - stored).norm() / stored.norm()) < 0.1

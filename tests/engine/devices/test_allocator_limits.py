@@ -9,12 +9,12 @@ from backend.engine.devices import allocator_limits
 
 def test_segments_grow_on_linux_unless_something_was_chosen():
     for platform, before, after in (
-        ("linux", {}, {"PYTORCH_CUDA_ALLOC_CONF": allocator_limits.GROWING}),
+        ("linux", {}, {"PYTORCH_CUDA_ALLOC_CONF": allocator_limits.EXPANDABLE}),
         ("win32", {}, {}),
         ("darwin", {}, {}),
         ("linux", {"PYTORCH_ALLOC_CONF": "x"}, {"PYTORCH_ALLOC_CONF": "x"}),
     ):
-        allocator_limits.grow_segments(before, platform)
+        allocator_limits.expand_segments(before, platform)
         assert before == after
 
 

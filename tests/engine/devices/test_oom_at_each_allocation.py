@@ -120,9 +120,9 @@ def at_each_place(
         card.number, card.at, known = 0, at, refused
         try:
             work()
-        except out_of_memory.KINDS as error:
-            assert out_of_memory.is_one(error)
-            out_of_memory.forget(error)
+        except out_of_memory.OOM_TYPES as error:
+            assert out_of_memory.is_oom(error)
+            out_of_memory.release_tensors(error)
             refused += 1
         if refused > known:
             check()
@@ -150,9 +150,9 @@ def load(folder, configs=None) -> Pipeline:
 
 def nothing_held(pipeline: Pipeline) -> None:
     for placed in pipeline.placements.values():
-        slots = [slot for pool in (placed.motion.fetched, placed.motion.cast) for slot in pool.slots]
+        slots = [slot for pool in (placed.transfer.fetched, placed.transfer.cast) for slot in pool.slots]
         assert not any(slot.num_users for slot in slots) and not placed.calls and not placed.passes
-        assert all(len(pool.slots) <= pool.count for pool in (placed.motion.fetched, placed.motion.cast))
+        assert all(len(pool.slots) <= pool.count for pool in (placed.transfer.fetched, placed.transfer.cast))
 
 
 @pytest.mark.parametrize("configs", [None, STREAMED], ids=["resident", "streamed"])
@@ -241,7 +241,7 @@ def test_a_training_step(card, small, config, checkpoints):
     def check() -> None:
         placed.offload()
         placed.onload()
-        slots = [slot for pool in (placed.motion.fetched, placed.motion.cast) for slot in pool.slots]
+        slots = [slot for pool in (placed.transfer.fetched, placed.transfer.cast) for slot in pool.slots]
         assert not any(slot.num_users for slot in slots) and not placed.calls and not placed.passes
 
     begin()

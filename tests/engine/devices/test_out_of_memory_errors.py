@@ -28,8 +28,8 @@ pytestmark = pytest.mark.torch
         (ValueError("out of memory"), False),
     ],
 )
-def test_running_out_of_memory_is_told_from_other_errors(error, is_one):
-    assert out_of_memory.is_one(error) is is_one
+def test_running_out_of_memory_is_told_from_other_errors(error, is_oom):
+    assert out_of_memory.is_oom(error) is is_oom
 
 
 SAID = {
@@ -90,18 +90,18 @@ def test_what_libraries_say_when_memory_ran_out(monkeypatch, full):
     """What has other reasons too counts only where hardly any of the card is free."""
     monkeypatch.setattr(device_memory, "default_device", lambda: "cuda:0")
     monkeypatch.setattr(device_memory, "card_memory", lambda device: (24 << 30, (24 << 30) // (11 if full else 9)))
-    found = {name: out_of_memory.is_one(RuntimeError(words)) for name, words in {**SAID, **MAYBE, **OTHERS}.items()}
-    assert {name for name, is_one in found.items() if is_one} == {*SAID, *(MAYBE if full else ())}
+    found = {name: out_of_memory.is_oom(RuntimeError(words)) for name, words in {**SAID, **MAYBE, **OTHERS}.items()}
+    assert {name for name, is_oom in found.items() if is_oom} == {*SAID, *(MAYBE if full else ())}
 
 
 def test_on_a_cpu_no_card_is_full():
-    assert not out_of_memory.is_one(RuntimeError(MAYBE["cuDNN, no engine"]), "cpu")
+    assert not out_of_memory.is_oom(RuntimeError(MAYBE["cuDNN, no engine"]), "cpu")
 
 
 def test_a_real_failure_to_allocate_is_one():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**55, dtype=torch.uint8)
-    assert out_of_memory.is_one(caught.value)
+    assert out_of_memory.is_oom(caught.value)
     trouble = out_of_memory.trouble("cpu", caught.value, doing="drawing")
     assert trouble.kind == "out_of_memory" and "GiB" in trouble.message
 
@@ -110,9 +110,9 @@ def test_it_is_told_whether_ram_or_the_card_ran_out():
     card, cpu = torch.device("cuda", 0), torch.device("cpu")
     short_of_ram = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
     assert [
-        out_of_memory.is_of_ram(error, card) for error in (torch.OutOfMemoryError("x"), MemoryError(), short_of_ram)
+        out_of_memory.is_ram_oom(error, card) for error in (torch.OutOfMemoryError("x"), MemoryError(), short_of_ram)
     ] == [False, True, True]
-    assert not out_of_memory.is_of_ram(short_of_ram, cpu)  # there it is what computes
+    assert not out_of_memory.is_ram_oom(short_of_ram, cpu)  # there it is what computes
 
 
 def test_nothing_that_an_error_passed_through_is_kept_alive():
@@ -136,5 +136,5 @@ def test_nothing_that_an_error_passed_through_is_kept_alive():
     except RuntimeError as error:
         kept = error
         assert all(ref() is not None for ref in seen)
-        out_of_memory.forget(kept)
+        out_of_memory.release_tensors(kept)
         assert [ref() for ref in seen] == [None, None]

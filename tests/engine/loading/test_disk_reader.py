@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from backend.catalog.spec import TensorAt
 from backend.engine.loading import disk_reader
-from backend.engine.offload.prefetch import Buffers, Fetcher, Order, most_that_fit, spread
+from backend.engine.offload.prefetch import BufferPool, Prefetcher, PrefetchOrder, evenly_spaced, most_resident_blocks
 from backend.schema.messages import Trouble
 
 pytestmark = pytest.mark.torch
@@ -99,15 +99,15 @@ def test_a_file_that_ends_early_or_is_gone_says_so(tmp_path):
 
 def test_an_error_of_the_reading_thread_reaches_who_waits(tmp_path):
     reader = disk_reader.Reader()
-    fetcher, slot = Fetcher(reader, CPU), Buffers(64, 1, CPU).take(0)
-    fetcher.start(slot, (disk_reader.Span(tmp_path / "gone", 0, 0, 4),), 4)
+    prefetcher, slot = Prefetcher(reader, CPU), BufferPool(64, 1, CPU).take(0)
+    prefetcher.start(slot, (disk_reader.Span(tmp_path / "gone", 0, 0, 4),), 4)
     with pytest.raises(Trouble, match="gone"):
-        fetcher.wait(slot)
+        prefetcher.wait(slot)
     assert slot.key is None
-    fetcher.close()
+    prefetcher.close()
 
 
-def follow(order: Order, sequence: list[tuple[int, int]], count: int = 1) -> list[tuple[int, ...]]:
+def follow(order: PrefetchOrder, sequence: list[tuple[int, int]], count: int = 1) -> list[tuple[int, ...]]:
     told = []
     for position, direction in sequence:
         order.note(position, direction)
@@ -116,13 +116,13 @@ def follow(order: Order, sequence: list[tuple[int, int]], count: int = 1) -> lis
 
 
 def test_before_it_knows_better_the_next_in_line_comes_next():
-    order = Order([2, 5, 7, 9])
+    order = PrefetchOrder([2, 5, 7, 9])
     assert order.ahead(2) == [2, 5]
     assert follow(order, [(2, 1), (5, 1), (7, 1), (9, 1)], 2) == [(5, 7), (7, 9), (9, 2), (2, 5)]
 
 
 def test_forwards_and_backwards_are_told_apart_once_seen():
-    order = Order([0, 1, 2, 3])
+    order = PrefetchOrder([0, 1, 2, 3])
     there, back = [(i, 1) for i in range(4)], [(i, -1) for i in reversed(range(4))]
     follow(order, there + back)
     told = follow(order, there + back)
@@ -130,45 +130,45 @@ def test_forwards_and_backwards_are_told_apart_once_seen():
 
 
 def test_the_first_backward_pass_goes_in_reverse():
-    order = Order([0, 1, 2, 3])
+    order = PrefetchOrder([0, 1, 2, 3])
     follow(order, [(i, 1) for i in range(4)])
     assert follow(order, [(3, -1), (2, -1), (1, -1), (0, -1)]) == [(2,), (1,), (0,), (1,)]
 
 
 def test_a_reentrant_recomputation_is_learnt():
-    order = Order([0, 1, 2])
+    order = PrefetchOrder([0, 1, 2])
     sequence = [(0, 1), (1, 1), (2, 1), (2, 1), (2, -1), (1, 1), (1, -1), (0, 1), (0, -1)]
     follow(order, sequence * 2)
     assert follow(order, sequence) == [(position,) for position, _ in (*sequence[1:], sequence[0])]
 
 
 def test_an_unusual_order_is_learnt():
-    order = Order([0, 1, 2, 3, 4])
+    order = PrefetchOrder([0, 1, 2, 3, 4])
     follow(order, [(i, 1) for i in (3, 0, 4)])
     order.restart()
     assert order.ahead(3) == [3, 0, 4]
 
 
 def test_one_block_comes_after_itself():
-    order = Order([4])
+    order = PrefetchOrder([4])
     assert order.ahead(2) == [4]
     order.note(4)
     assert order.ahead(2) == [4]
 
 
 def test_buffers_grow_only_while_all_are_in_use():
-    buffers = Buffers(128, 2, CPU)
+    buffers = BufferPool(128, 2, CPU)
     first, second = buffers.take(0), buffers.take(1)
     first.num_users = second.num_users = 1
     assert buffers.take(2) is None
-    third = buffers.take(2, must=True)
+    third = buffers.take(2, required=True)
     assert len(buffers.slots) == 3
     buffers.trim()
     assert len(buffers.slots) == 2 and third not in buffers.slots
 
 
 def test_the_buffer_that_was_used_longest_ago_goes_first_but_not_what_is_wanted():
-    buffers = Buffers(128, 3, CPU)
+    buffers = BufferPool(128, 3, CPU)
     slots = [buffers.take(key) for key in range(3)]
     buffers.touch(slots[0])
     assert buffers.take(7, keep=(1,)) is slots[2]
@@ -177,7 +177,7 @@ def test_the_buffer_that_was_used_longest_ago_goes_first_but_not_what_is_wanted(
 
 @pytest.mark.parametrize(("count", "chosen"), [(10, 0), (10, 3), (10, 10), (60, 41), (7, 1)])
 def test_chosen_blocks_are_spread_evenly(count, chosen):
-    picked = sorted(spread(count, chosen))
+    picked = sorted(evenly_spaced(count, chosen))
     assert len(picked) == chosen
     gaps = [b - a for a, b in pairwise(picked)]
     assert not gaps or max(gaps) - min(gaps) <= 1
@@ -185,9 +185,9 @@ def test_chosen_blocks_are_spread_evenly(count, chosen):
 
 def test_as_many_as_fit():
     sizes = [10] * 10
-    assert most_that_fit(sizes, 100, lambda chosen: 0) == set(range(10))
-    assert len(most_that_fit(sizes, 99, lambda chosen: 20)) == 7
-    assert most_that_fit(sizes, 15, lambda chosen: 20) == set()
+    assert most_resident_blocks(sizes, 100, lambda chosen: 0) == set(range(10))
+    assert len(most_resident_blocks(sizes, 99, lambda chosen: 20)) == 7
+    assert most_resident_blocks(sizes, 15, lambda chosen: 20) == set()
 
 
 def test_memory_goes_back_when_the_last_tensor_goes():

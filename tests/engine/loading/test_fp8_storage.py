@@ -35,10 +35,10 @@ def test_all_256_codes_as_torch_casts_them(name, dtype):
 @pytest.mark.parametrize("name", FORMATS)
 def test_codes_that_are_no_number_are_found(name):
     codes = all_codes(name)
-    special = ~torch.isfinite(codes.to(torch.float32))
-    assert fp8_storage.has_special(codes)
-    assert not fp8_storage.has_special(codes[~special])
-    assert sorted(fp8_storage.FORMATS[name].special) == sorted(codes.view(torch.int8)[special].tolist())
+    nonfinite = ~torch.isfinite(codes.to(torch.float32))
+    assert fp8_storage.has_nonfinite(codes)
+    assert not fp8_storage.has_nonfinite(codes[~nonfinite])
+    assert sorted(fp8_storage.FORMATS[name].nonfinite) == sorted(codes.view(torch.int8)[nonfinite].tolist())
 
 
 @pytest.mark.parametrize("factor", [2.0**-9, 0.00317, 3.0, -0.5])
@@ -100,7 +100,7 @@ def test_the_cast_beats_torchs():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        ours, theirs = seconds(lambda: fp8_storage.cast(codes, out, special=False)), seconds(lambda: out.copy_(codes))
+        ours, theirs = seconds(lambda: fp8_storage.cast(codes, out, nonfinite=False)), seconds(lambda: out.copy_(codes))
     finally:
         torch.set_num_threads(threads)
     assert ours < theirs / 1.5  # half as long where nothing else computes

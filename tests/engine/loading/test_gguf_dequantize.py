@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from backend.catalog.formats.gguf import BLOCKS
 from backend.catalog.models.identify import identify_model
-from backend.engine.loading.gguf_dequantize import TYPES, Blocks
+from backend.engine.loading.gguf_dequantize import TYPES, GgufBlocks
 from backend.families import FAMILIES
 from backend.pipelines import ModelConfig, QwenImagePipeline
 from backend.schema.messages import Trouble
@@ -130,7 +130,7 @@ def test_every_type_is_read_as_by_plain_loops(kind):
     for at in SCALES.get(kind, (0,)):
         raw[:, at : at + 2] = torch.randn(3, 1, generator=generator).half().view(torch.uint8)
     expected = [number(kind.removeprefix("GGUF_"), bytes(block.tolist()), i) for block in raw for i in range(size)]
-    found = Blocks(kind, (size, 3)).decode(raw.flatten())
+    found = GgufBlocks(kind, (size, 3)).dequantize(raw.flatten())
     assert found.shape == (size, 3) and torch.allclose(found.flatten(), torch.tensor(expected), rtol=1e-6, atol=1e-6)
 
 
@@ -144,18 +144,18 @@ def test_types_with_codebooks_are_read_as_by_the_gguf_package(kind):
     """Blocks at random and what its `dequantize` made of them."""
     known = load_file(FORMS / "ggml_codebooks.safetensors")
     blocks, numbers = known[f"{kind}|blocks"], known[f"{kind}|numbers"]
-    assert torch.equal(Blocks(kind, tuple(numbers.shape)).decode(blocks.flatten()), numbers)
+    assert torch.equal(GgufBlocks(kind, tuple(numbers.shape)).dequantize(blocks.flatten()), numbers)
 
 
 def test_blocks_written_by_hand():
     two = struct.pack("<e", 2.0)
     block = torch.frombuffer(bytearray(two + bytes([0x98, 0x0F] + [0x88] * 14)), dtype=torch.uint8)
-    found = Blocks("GGUF_Q4_0", (32,)).decode(block).tolist()
+    found = GgufBlocks("GGUF_Q4_0", (32,)).dequantize(block).tolist()
     assert found[:3] == [0.0, 14.0, 0.0] and found[16:19] == [2.0, -16.0, 0.0]
     eight = torch.frombuffer(bytearray(two + struct.pack("32b", *range(-16, 16))), dtype=torch.uint8)
-    assert Blocks("GGUF_Q8_0", (32,)).decode(eight).tolist() == [2.0 * value for value in range(-16, 16)]
+    assert GgufBlocks("GGUF_Q8_0", (32,)).dequantize(eight).tolist() == [2.0 * value for value in range(-16, 16)]
     with pytest.raises(AssertionError, match="not those of the shape"):
-        Blocks("GGUF_Q8_0", (64,)).decode(eight)
+        GgufBlocks("GGUF_Q8_0", (64,)).dequantize(eight)
 
 
 def test_rows_that_end_inside_a_block_are_refused(tmp_path):
@@ -203,7 +203,7 @@ def both(tiny_qwen, tmp_path_factory):
         quantized = weight.ndim == 2 and weight.numel() % 32 == 0
         raw = in_eight(weight) if quantized else weight.float().contiguous().view(-1).view(torch.uint8)
         stored[name] = (8 if quantized else 0, tuple(weight.shape), raw.numpy().tobytes())
-        same[name] = Blocks("GGUF_Q8_0", tuple(weight.shape)).decode(raw) if quantized else weight.float()
+        same[name] = GgufBlocks("GGUF_Q8_0", tuple(weight.shape)).dequantize(raw) if quantized else weight.float()
     write_gguf(folder / "dit.gguf", stored)
     save_file(same, folder / "same.safetensors")
     return folder / "dit.gguf", folder / "same.safetensors"

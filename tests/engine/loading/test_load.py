@@ -90,7 +90,7 @@ loaded = rss() - before
 sum(float(parameter.sum()) for parameter in module.parameters())
 touched = rss() - before
 del module
-memory.give_back("cpu")
+memory.empty_cache("cpu")
 peak = memory.Peak("cpu")
 before = peak.highest_bytes
 load.load_part(part, dtype=torch.float32)

@@ -38,7 +38,7 @@ def test_a_factor_that_is_no_number(tmp_path):
     tensors, layer = weights(), "transformer_blocks.0.attn.to_q"
     tensors[f"{layer}.weight"] = tensors[f"{layer}.weight"].to(torch.float8_e4m3fn)
     save_file(tensors | {f"{layer}.scale_weight": torch.tensor(float("nan"))}, tmp_path / FILE)
-    with pytest.raises(Trouble, match="factor"):
+    with pytest.raises(Trouble, match="scale"):
         opened(tmp_path / FILE)
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from backend.catalog.formats.read import read_header
 from backend.engine.loading import load, pinned_copy
 from backend.engine.loading.disk_reader import Reader
-from backend.engine.loading.pinned_copy import Pump
+from backend.engine.loading.pinned_copy import PinnedCopy
 from backend.engine.offload import placement
 from backend.schema.memory_plan import VramConfig
 from tests.engine.fake_cuda import CARD, fake_card
@@ -39,7 +39,7 @@ def part(small, monkeypatch):
 @pytest.mark.parametrize("bounce_bytes", [4096, 32 << 20])
 def test_a_part_is_loaded_to_a_device_as_to_ram(part, monkeypatch, dtype, bounce_bytes):
     here, asked = load.load_part(part, dtype=dtype), []
-    monkeypatch.setattr(pinned_copy.Pump.__init__, "__kwdefaults__", {"bounce_bytes": bounce_bytes})
+    monkeypatch.setattr(pinned_copy.PinnedCopy.__init__, "__kwdefaults__", {"bounce_bytes": bounce_bytes})
     real = mmap.mmap
     monkeypatch.setattr(
         load.mmap, "mmap", lambda *args, **named: asked.append(named.get("access")) or real(*args, **named)
@@ -62,7 +62,7 @@ def test_every_kind_of_number_arrives_in_pieces_and_is_cast_over_there(tmp_path,
         "one": torch.ones(()).to(stored)
     }
     save_file(kept, tmp_path / "w.safetensors")
-    monkeypatch.setattr(pinned_copy.Pump.__init__, "__kwdefaults__", {"bounce_bytes": 512})
+    monkeypatch.setattr(pinned_copy.PinnedCopy.__init__, "__kwdefaults__", {"bounce_bytes": 512})
     with fake_card(monkeypatch, 0, early=0.0) as card:
         upload = pinned_copy.Upload(CARD)
         found = {
@@ -110,7 +110,7 @@ def test_the_buffers_are_used_in_turn_and_waited_for(tmp_path):
         def synchronize(self):
             waits.append(self.offset)
 
-    one = Pump(Reader(), torch.device("cpu"), bounce_bytes=4096)
+    one = PinnedCopy(Reader(), torch.device("cpu"), bounce_bytes=4096)
     target = torch.zeros(10_000, dtype=torch.uint8)
 
     def copy(offset, piece):

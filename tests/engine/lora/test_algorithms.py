@@ -90,12 +90,12 @@ def test_locon_with_a_core(random):
     check(UNET, file, {f"{CONV}.weight": delta})
 
 
-@pytest.mark.parametrize("parts", ["left", "right", "both", "none"])
+@pytest.mark.parametrize("parts", ["reads_done", "right", "both", "none"])
 def test_lokr(random, parts):
     o1, i1, o2, i2, rank, alpha = 4, 6, 12, 8, 2, 3.0
     left, right = draw(random, o1, i1), draw(random, o2, i2)
     file, scale = {f"diffusion_model.{Q}.alpha": torch.tensor(alpha)}, 1.0
-    if parts in ("left", "both"):
+    if parts in ("reads_done", "both"):
         a, b = draw(random, o1, rank), draw(random, rank, i1)
         file |= {f"diffusion_model.{Q}.lokr_w1_a": a, f"diffusion_model.{Q}.lokr_w1_b": b}
         left, scale = a.double() @ b.double(), alpha / rank

@@ -226,7 +226,7 @@ def test_on_placed_weights(spec, files, name, before_placing):
         for file in files[: 2 if before_placing else 3]:
             plain.add(file, strength=0.5, hot=True)
         assert close(run(module), run(resident), 0.1 if name == "FP8" else 2e-5)
-        if receipt is not None and not placed.changeable:
+        if receipt is not None and not placed.weights_writable:
             with pytest.raises(Trouble, match="cannot be fused"):
                 adapters.add(files[0], hot=False)
             adapters.set_strength(receipt, 0.0)

@@ -13,7 +13,7 @@ from torch import nn
 
 from backend.engine.loading import load
 from backend.engine.offload import placement
-from backend.engine.offload.autograd import Pass
+from backend.engine.offload.autograd import OffloadedPass
 from backend.schema.memory_plan import VramConfig
 from tests.engine.small import WIDTH, inputs
 
@@ -88,7 +88,7 @@ def test_gradients_equal_those_of_a_resident_module(small, config, limit, mode):
         assert want.abs().sum() > 0
         assert torch.equal(got, want)
     assert not placed.calls and not placed.passes
-    for pool in (placed.motion.fetched, placed.motion.cast):
+    for pool in (placed.transfer.fetched, placed.transfer.cast):
         assert len(pool.slots) <= pool.count and not any(slot.num_users for slot in pool.slots)
     placed.close()
 
@@ -137,7 +137,7 @@ def test_a_broken_backward_leaves_nothing_held(small):
     hook.remove()
     with torch.no_grad():
         module(**inputs())
-    assert not placed.passes and not any(slot.num_users for slot in placed.motion.fetched.slots)
+    assert not placed.passes and not any(slot.num_users for slot in placed.transfer.fetched.slots)
     placed.close()
 
 
@@ -188,7 +188,7 @@ def test_what_a_block_began_from_goes_as_soon_as_its_backward_is_over(small, mod
 
 def test_what_leads_only_to_an_output_that_nobody_uses_has_no_gradient():
     told = []
-    way_back = Pass(lambda _: told.append("held"), lambda _: told.append("gone"), list)
+    way_back = OffloadedPass(lambda _: told.append("held"), lambda _: told.append("gone"), list)
     text, picture = nn.Linear(4, 4), nn.Linear(4, 4)
     one, other = (torch.ones(2, 4, requires_grad=True) for _ in range(2))
     (a, b), _ = way_back.enter((one, other), {})

@@ -39,7 +39,7 @@ def drawn(module) -> torch.Tensor:
 
 
 def held(placed) -> list[int]:
-    return [slot.num_users for pool in (placed.motion.fetched, placed.motion.cast) for slot in pool.slots]
+    return [slot.num_users for pool in (placed.transfer.fetched, placed.transfer.cast) for slot in pool.slots]
 
 
 class Fails:
@@ -60,7 +60,7 @@ def test_a_cast_that_failed_is_made_again(small, monkeypatch, at):
     module, placed = put(small, FP8)
     placed.onload()
     want = drawn(module)
-    placed.motion.cast.slots.clear()  # as in a first pass: no layer is cast yet
+    placed.transfer.cast.slots.clear()  # as in a first pass: no layer is cast yet
     monkeypatch.setattr(transfer, "convert", Fails(transfer.convert, at))
     with pytest.raises(torch.OutOfMemoryError):
         drawn(module)
@@ -76,14 +76,14 @@ def test_a_block_whose_layer_failed_is_let_go(small, monkeypatch, at):
     placed.onload()
     want = drawn(module)
     monkeypatch.setattr(transfer, "convert", Fails(transfer.convert, at))
-    placed.motion.cast.slots.clear()
+    placed.transfer.cast.slots.clear()
     with pytest.raises(torch.OutOfMemoryError):
         drawn(module)
     assert not any(held(placed))
     moved = placed.moved_bytes
     for _ in range(3):
         assert torch.equal(drawn(module), want)
-    assert len(placed.motion.fetched.slots) == 2 and placed.moved_bytes > moved
+    assert len(placed.transfer.fetched.slots) == 2 and placed.moved_bytes > moved
     placed.close()
 
 
@@ -97,10 +97,10 @@ def test_a_change_of_level_that_failed_is_made_again(small, monkeypatch, name, l
         placed.offload()
     want = drawn(module)
     getattr(placed, {"onload": "offload", "offload": "onload"}[level])()
-    real = placed._residence.bring
+    real = placed._storage.move
     for at in range(1, 100):
         fails = Fails(real, at)
-        monkeypatch.setattr(placed._residence, "bring", fails)
+        monkeypatch.setattr(placed._storage, "move", fails)
         try:
             getattr(placed, level)()
             got = drawn(module)
@@ -108,7 +108,7 @@ def test_a_change_of_level_that_failed_is_made_again(small, monkeypatch, name, l
             assert not any(held(placed))
         else:
             break
-        monkeypatch.setattr(placed._residence, "bring", real)
+        monkeypatch.setattr(placed._storage, "move", real)
         getattr(placed, level)()
         got = drawn(module)
         assert torch.equal(got, want), at
@@ -123,8 +123,8 @@ def test_a_block_that_could_not_stay_yet_does_so_in_the_next_pass(small, monkeyp
     module, placed = put(small, MAY_STAY, limit, stored=torch.float32)
     want = drawn(module)
     placed.onload()
-    real = placed._residence.bring
-    monkeypatch.setattr(placed._residence, "bring", Fails(real, at))
+    real = placed._storage.move
+    monkeypatch.setattr(placed._storage, "move", Fails(real, at))
     try:
         first = drawn(module)
     except torch.OutOfMemoryError:
@@ -191,16 +191,16 @@ def test_a_part_that_is_dropped_leaves_its_buffer_to_the_reading_thread_and_ends
     placed.onload()
     with torch.no_grad():
         module(**inputs())
-    placed.motion.fetched.stop()
+    placed.transfer.fetched.stop()
     reader.may.clear()
     reader.reads.clear()
-    placed.motion.fetched.slots.clear()  # nothing is fetched yet
+    placed.transfer.fetched.slots.clear()  # nothing is fetched yet
     with placed.lock:
-        placed.motion.look_ahead()
+        placed.transfer.look_ahead()
     assert reader.reads.wait(20)
-    slots = placed.motion.fetched.slots
+    slots = placed.transfer.fetched.slots
     storages = [weakref.ref(slot.buffer.untyped_storage()) for slot in slots]
-    thread = next(iter(placed.motion.fetcher._thread._threads))
+    thread = next(iter(placed.transfer.prefetcher._thread._threads))
     gone = weakref.ref(placed)
     del module, placed, slots
     gc.collect()

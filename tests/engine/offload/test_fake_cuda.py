@@ -116,7 +116,7 @@ def run(monkeypatch, part, build, seed: int) -> FakeCard:
 @pytest.fixture
 def pieces(monkeypatch) -> None:
     """Blocks of the small network go through the pinned buffers in several pieces, as large ones do."""
-    monkeypatch.setattr(pinned_copy.Pump.__init__, "__kwdefaults__", {"bounce_bytes": 8192})
+    monkeypatch.setattr(pinned_copy.PinnedCopy.__init__, "__kwdefaults__", {"bounce_bytes": 8192})
 
 
 @pytest.mark.parametrize("quarter", range(4))
@@ -136,9 +136,9 @@ def test_a_part_that_goes_leaves_its_buffers_to_the_copies_under_way(small, monk
         placed = placement.place(module, part, VramConfig(**CONFIGS[name]), device=CARD)
         placed.onload()
         drawn(module)
-        for slot in placed.motion.fetched.slots:  # the thread has launched its copies; they have not run
-            if slot.filling is not None:
-                slot.filling.result()
+        for slot in placed.transfer.fetched.slots:  # the thread has launched its copies; they have not run
+            if slot.pending_read is not None:
+                slot.pending_read.result()
         assert card._queue
         rooms = [room for room in card._rooms.values() if room.written]
         if how == "dropped":

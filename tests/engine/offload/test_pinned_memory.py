@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from backend.engine.devices import device_memory
 from backend.engine.loading.disk_reader import ALIGNMENT
 from backend.engine.offload import pinned_memory
-from backend.engine.offload.pinned_memory import Pinned, piece_bytes, power_of_two
+from backend.engine.offload.pinned_memory import PinnedPool, piece_bytes, power_of_two
 
 pytestmark = pytest.mark.torch
 
@@ -43,7 +43,7 @@ def test_buffers_are_aligned_do_not_overlap_and_keep_their_piece():
         pieces.append(torch.zeros(nbytes, dtype=torch.uint8))
         return pieces[-1]
 
-    source = Pinned(CPU, 1000, limit_bytes=10**6, new_piece=new_piece)
+    source = PinnedPool(CPU, 1000, limit_bytes=10**6, new_piece=new_piece)
     buffers = [source.take(100) for _ in range(9)]
     assert [piece.numel() for piece in pieces] == [512, *[256] * 7]
     for number, buffer in enumerate(buffers):
@@ -60,17 +60,17 @@ def test_beyond_the_limit_and_where_the_system_refuses_there_is_none(monkeypatch
         held[0] += nbytes
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    source = Pinned(CPU, 10_000, limit_bytes=3000, new_piece=new_piece)
+    source = PinnedPool(CPU, 10_000, limit_bytes=3000, new_piece=new_piece)
     assert [source.take(900) is not None for _ in range(4)] == [True, True, False, False]
     assert held[0] <= 3000
     monkeypatch.setattr(device_memory, "pinned", lambda device: 0)  # as where torch does not count
-    source = Pinned(CPU, 10_000, limit_bytes=3000, new_piece=new_piece)
+    source = PinnedPool(CPU, 10_000, limit_bytes=3000, new_piece=new_piece)
     assert [source.take(900) is not None for _ in range(4)] == [True, True, False, False]
 
     def refuse(nbytes: int) -> torch.Tensor:
         raise RuntimeError("CUDA error: out of memory")
 
-    assert Pinned(CPU, 100, limit_bytes=3000, new_piece=refuse).take(10) is None
+    assert PinnedPool(CPU, 100, limit_bytes=3000, new_piece=refuse).take(10) is None
     assert 0 < pinned_memory.SHARE <= 0.5
 
 

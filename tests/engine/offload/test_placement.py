@@ -269,7 +269,7 @@ def test_a_limit_lets_as_many_blocks_stay_as_fit_evenly_spread(small):
         assert torch.equal(call(module), want) and torch.equal(call(module), want)
         found = placed.resident_blocks()
         assert len(found) == stay or stay == 8
-        assert len(placed.motion.fetched.slots) == min(2, 10 - len(found))
+        assert len(placed.transfer.fetched.slots) == min(2, 10 - len(found))
         gaps = [b - a for a, b in pairwise(found)]
         assert not gaps or max(gaps) - min(gaps) <= 1
         held = placed.held_bytes()
@@ -366,7 +366,7 @@ def test_twenty_loads_do_not_grow(write_part, config):
         placed.close()
 
     def settled() -> int:
-        device_memory.give_back("cpu")
+        device_memory.empty_cache("cpu")
         return psutil.Process().memory_info().rss
 
     for _ in range(2):

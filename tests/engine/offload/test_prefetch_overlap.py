@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 from backend.engine.loading.disk_reader import Reader
 from backend.engine.offload import placement
-from backend.engine.offload.prefetch import Fetcher
+from backend.engine.offload.prefetch import Prefetcher
 from backend.schema.memory_plan import VramConfig
 
 pytestmark = pytest.mark.torch
@@ -86,11 +86,11 @@ class Throttled(Reader):
         self.clock.sleep("reader", sum(span.nbytes for span in spans) / self.rate)
 
 
-class Watched(Fetcher):
+class Watched(Prefetcher):
     """Tells the clock what is asked of the reading thread."""
 
     def start(self, slot, source, nbytes) -> None:
-        if slot.filling is not None and slot.filling.cancel():
+        if slot.pending_read is not None and slot.pending_read.cancel():
             self.reader.clock.filled(slot)
         self.reader.clock.submitted(slot)
         super().start(slot, source, nbytes)
@@ -132,7 +132,7 @@ def placed_stack(part, config: dict, ratio: float, **options):
     for block in module.blocks:
         block.clock = clock
     placed = placement.place(module, part, VramConfig(**config), device="cpu", reader=reader, **options)
-    placed.motion.fetcher = Watched(reader, placed.device)
+    placed.transfer.prefetcher = Watched(reader, placed.device)
     placed.onload()
     return module, placed, clock
 

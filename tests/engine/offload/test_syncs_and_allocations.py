@@ -63,21 +63,21 @@ def test_a_factor_of_rows_is_brought_to_the_device_once(write_part):
     for unit in placed.blocks:
         factors = (one.as_subclass(OnHost) if isinstance(one, torch.Tensor) else one for one in unit.on_disk.factors)
         unit.on_disk.factors = tuple(factors)
-    placed.motion._factors.clear()
-    placed.motion.cast.slots.clear()
+    placed.transfer._factors.clear()
+    placed.transfer.cast.slots.clear()
     OnHost.brought = 0
     for _ in range(3):
         assert torch.equal(drawn(module), want) and torch.isfinite(want).all()
     assert OnHost.brought == len(names)
     placed.close()
-    assert not placed.motion._factors
+    assert not placed.transfer._factors
 
 
 @pytest.mark.parametrize("kind", ["GGUF_IQ4_NL", "GGUF_IQ4_XS"])
 def test_levels_are_brought_to_the_device_once_and_codes_stay_small(kind, monkeypatch):
-    blocks = gguf_dequantize.Blocks(kind, (4, 256))
+    blocks = gguf_dequantize.GgufBlocks(kind, (4, 256))
     raw = torch.randint(0, 255, (blocks.nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    want = blocks.decode(raw)
+    want = blocks.dequantize(raw)
 
     class NoLongs(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -87,16 +87,16 @@ def test_levels_are_brought_to_the_device_once_and_codes_stay_small(kind, monkey
 
     monkeypatch.setattr(torch, "tensor", None)  # whoever makes the table again fails
     with NoLongs():
-        assert torch.equal(blocks.decode(raw).nan_to_num(), want.nan_to_num())
+        assert torch.equal(blocks.dequantize(raw).nan_to_num(), want.nan_to_num())
 
 
 @pytest.mark.parametrize("kind", ["GGUF_Q4_K", "GGUF_Q8_0", "GGUF_IQ4_NL"])
 def test_a_large_matrix_is_read_in_pieces_to_the_same_numbers(kind, monkeypatch):
-    blocks = gguf_dequantize.Blocks(kind, (16, 512))
+    blocks = gguf_dequantize.GgufBlocks(kind, (16, 512))
     raw = torch.randint(0, 255, (blocks.nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    want = blocks.decode(raw)
+    want = blocks.dequantize(raw)
     monkeypatch.setattr(gguf_dequantize, "PIECE", 1024)
-    assert torch.equal(blocks.decode(raw).nan_to_num(), want.nan_to_num())
+    assert torch.equal(blocks.dequantize(raw).nan_to_num(), want.nan_to_num())
 
 
 def test_nobody_looks_for_special_codes_where_the_cast_knows_them(small, monkeypatch):
@@ -105,14 +105,14 @@ def test_nobody_looks_for_special_codes_where_the_cast_knows_them(small, monkeyp
     module = build()
     placed = placement.place(module, part, VramConfig(**FP8), device="cpu")
     placed.onload()
-    layer = next(one for one in placed.layers if one.unit.block and placed.motion.cast_layout(one).fields)
+    layer = next(one for one in placed.layers if one.unit.block and placed.transfer.cast_layout(one).fields)
     told = []
     on_card = [tensor.to(META) for tensor in layer.unit.stored.tensors]
-    monkeypatch.setattr(placed.motion, "tensors", lambda unit: on_card)
-    monkeypatch.setattr(transfer, "has_special", None)
+    monkeypatch.setattr(placed.transfer, "tensors", lambda unit: on_card)
+    monkeypatch.setattr(transfer, "has_nonfinite", None)
     monkeypatch.setattr(transfer, "convert", lambda stored, out, factor, special: told.append(special))
-    layer.unit.stored.special[:] = [None] * len(on_card)
-    placed.motion._cast_into(placed.motion.cast.take(-1, must=True), layer)
+    layer.unit.stored.nonfinite[:] = [None] * len(on_card)
+    placed.transfer._cast_into(placed.transfer.cast.take(-1, required=True), layer)
     assert told and set(told) == {None}
     placed.close()
 
@@ -168,7 +168,7 @@ def test_pieces_of_pinned_ram_are_halved_where_the_system_refuses_and_it_is_not_
             raise RuntimeError("CUDA error: out of memory")
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    source = pinned_memory.Pinned(torch.device("cpu"), 8000, limit_bytes=10**6, new_piece=new_piece)
+    source = pinned_memory.PinnedPool(torch.device("cpu"), 8000, limit_bytes=10**6, new_piece=new_piece)
     assert all(source.take(500) is not None for _ in range(5))
     assert asked == [4096, 2048, 1024, 1024, 1024]
     assert source.take(2000) is None and source.take(3000) is None  # no piece of that size: not even asked for
@@ -180,7 +180,7 @@ def test_processes_of_a_machine_divide_its_ram(monkeypatch, said, count):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
     monkeypatch.setattr(device_memory, "ram", lambda: (1 << 20, 1 << 20))
     assert device_memory.processes_here() == count
-    source = pinned_memory.Pinned(
+    source = pinned_memory.PinnedPool(
         torch.device("cpu"), 1, new_piece=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)
     )
     assert sum(source.take(1 << 16) is not None for _ in range(20)) == 8 // count

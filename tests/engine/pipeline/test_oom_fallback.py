@@ -80,7 +80,7 @@ def test_encoding_a_prompt(card, deep_qwen):
 
     assert rungs_of(card, pipeline, work) == ["park", "fewer", "none"]
     assert pipeline.notes[0].startswith(
-        "Memory ran out while the prompt was encoded, so parts that are not at work now leave memory."
+        "Out of memory while the prompt was encoded, so parts that are not at work now leave memory."
     )
     assert "2 of 2 blocks of the text encoder are now fetched" in pipeline.notes[-1]
 
@@ -163,7 +163,7 @@ def test_adding_a_lora(card, deep_qwen):
     pipeline.notes.clear()
     card.most_bytes = float("inf")
     pipeline.generate(REQUEST)
-    assert "Memory ran out while a LoRA was added" in pipeline.notes[0]  # in the receipt of the next picture
+    assert "Out of memory while a LoRA was added" in pipeline.notes[0]  # in the receipt of the next picture
     pipeline.notes.clear()
     pipeline.generate(REQUEST)
     assert not pipeline.notes
@@ -185,7 +185,7 @@ def test_loading(card, deep_qwen, names, share, rung):
     assert pipeline.lower.taken == {("vae", rung)}
     card.most_bytes = float("inf")
     assert numpy.array_equal(numpy.asarray(pipeline.decode(latents)), numpy.asarray(expected))
-    assert "Memory ran out while the autoencoder was loaded" in pipeline.lower.news[0]
+    assert "Out of memory while the autoencoder was loaded" in pipeline.lower.news[0]
 
 
 def test_a_job_and_the_next_keep_what_was_taken(card, deep_qwen):
@@ -246,7 +246,7 @@ def test_where_ram_runs_out_beside_a_card_weights_wait_on_disk(card, deep_qwen, 
             tries.append(1)
             raise MemoryError
 
-    monkeypatch.setattr(oom_fallback.out_of_memory, "is_of_ram", lambda *_: True)
+    monkeypatch.setattr(oom_fallback.out_of_memory, "is_ram_oom", lambda *_: True)
     pipeline.parts["dit"].register_forward_pre_hook(runs_out)
     assert torch.equal(work(), expected)
     assert pipeline.lower.taken == {("dit", "disk"), ("dit", "all on disk")}

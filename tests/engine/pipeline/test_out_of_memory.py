@@ -39,9 +39,9 @@ def test_a_decode_that_does_not_fit_is_done_in_tiles(tmp_path: Path):
     assert len(answer["notes"]) == 2, answer
     away, tiled = answer["notes"]
     assert answer["size"] == [640, 640] and away.startswith(
-        "Memory ran out while the picture was decoded, so parts that are not at work now leave"
+        "Out of memory while the picture was decoded, so parts that are not at work now leave"
     )
-    assert tiled.startswith("Memory ran out while the picture was decoded, so it was done again in tiles. ")
+    assert tiled.startswith("Out of memory while the picture was decoded, so it was done again in tiles. ")
 
 
 def limited(said: Path) -> int:
@@ -56,7 +56,7 @@ def limited(said: Path) -> int:
         ctypes.CDLL("libc.so.6").mallopt(-3, 2**16)
     pipeline = Pipeline(identify_model(ASSETS / "starter", FAMILIES), dtype=torch.float32, device="cpu")
     pipeline.generate(GenerationRequest(prompt="a red apple", width=64, height=64, num_inference_steps=1, guidance=1.0))
-    device_memory.give_back("cpu")
+    device_memory.empty_cache("cpu")
     lines = Path("/proc/self/status").read_text().splitlines()
     own = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
     resource.setrlimit(resource.RLIMIT_DATA, (own + MOST_BYTES,) * 2)

@@ -156,7 +156,7 @@ def test_out_of_memory_takes_the_next_rung_and_says_so(tiny_qwen):
     pipeline.parts["dit"].register_forward_pre_hook(runs_out)
     picture = pipeline.generate(REQUEST)[0]
     assert not left and numpy.abs(values(picture) - values(expected)).max() <= 1
-    assert len(pipeline.notes) == 1 and pipeline.notes[0].startswith("Memory ran out while the picture was drawn, so ")
+    assert len(pipeline.notes) == 1 and pipeline.notes[0].startswith("Out of memory while the picture was drawn, so ")
 
 
 def test_loads_and_unloads_do_not_grow(tiny_qwen):

@@ -78,7 +78,7 @@ def test_the_buffers_of_a_compiled_block(whole, storage):
         device="cpu",
         resident=(),
     )
-    placed.arrange(whole=whole, codes=lambda unit: frozenset())
+    placed.set_casting(whole=whole, codes=lambda unit: frozenset())
     placed.onload()
     hidden = torch.zeros(1, 4, module.config.in_channels, dtype=torch.bfloat16)
     text = torch.zeros(1, 3, module.config.joint_attention_dim, dtype=torch.bfloat16)

@@ -41,7 +41,7 @@ def test_the_receipt_says_it_and_the_next_job_keeps_it(data, tiny_qwen):
     for expected in (1, 0):
         work.generate("b", values)
         result = next(one[1] for one in reversed(work.wire.said) if one[0] == "result")
-        notes = [note for note in result["notes"] if note.startswith("Memory ran out while the picture was drawn, so ")]
+        notes = [note for note in result["notes"] if note.startswith("Out of memory while the picture was drawn, so ")]
         assert len(notes) == expected
     assert len(lower.taken) == 1 and work.pipeline.lower is lower
     assert not (data.user / "measured.json").exists()  # what was not the plan's arrangement teaches nothing

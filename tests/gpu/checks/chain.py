@@ -97,21 +97,21 @@ def late(device: torch.device, seed: int) -> Iterator[Late]:
         yield Late(device, lambda: sleep(int(torch.randint(longest, (), generator=chance))))
         return
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pinned_copy.Pump.__init__, "__kwdefaults__", {"bounce_bytes": 4096})
+        patched.setattr(pinned_copy.PinnedCopy.__init__, "__kwdefaults__", {"bounce_bytes": 4096})
         with fake_card(patched, seed, early=[0.0, 0.05, 0.3][seed % 3]) as card:
             yield Late(CARD, lambda: None, card.faults)
 
 
 def hold_up(module: Chain, there: Late) -> None:
     """From now on each copy to the device, and each block, waits a random time first."""
-    fetcher = placement.of(module).motion.fetcher
-    copy = fetcher._copy
+    prefetcher = placement.of(module).transfer.prefetcher
+    copy = prefetcher._copy
 
     def late_copy(target, source, left):
-        with fetcher._streams.stream(fetcher._stream):
+        with prefetcher._streams.stream(prefetcher._stream):
             there.sleep()
         return copy(target, source, left)
 
-    fetcher._copy = late_copy
+    prefetcher._copy = late_copy
     for block in module.blocks:
         block.register_forward_pre_hook(lambda *_: there.sleep(), prepend=True)

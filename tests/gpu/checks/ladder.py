@@ -40,11 +40,11 @@ class Card:
         torch.cuda.set_per_process_memory_fraction(min(1.0, most_bytes / total), self.device)
 
     def now(self) -> int:
-        device_memory.give_back(self.device)
+        device_memory.empty_cache(self.device)
         return device_memory.allocated(self.device)
 
     def peak_of(self, work: Callable[[], torch.Tensor]) -> int:
-        device_memory.give_back(self.device)
+        device_memory.empty_cache(self.device)
         peak = device_memory.Peak(self.device)
         work()
         return peak.look()
@@ -93,14 +93,14 @@ def _limited(patched: pytest.MonkeyPatch, device: torch.device) -> Iterator[Card
 
 def _recorded(patched: pytest.MonkeyPatch) -> list[str]:
     """The words of errors that are asked about, as they are asked."""
-    said, is_one = [], out_of_memory.is_one
+    said, is_oom = [], out_of_memory.is_oom
 
     def asked(error, device=None) -> bool:
-        found = is_one(error, device)
+        found = is_oom(error, device)
         said.append(f"{type(error).__name__} ({'memory' if found else 'another'}): {str(error).splitlines()[0][:120]}")
         return found
 
-    patched.setattr(out_of_memory, "is_one", asked)
+    patched.setattr(out_of_memory, "is_oom", asked)
     return said
 
 
@@ -140,11 +140,11 @@ def _down(card: Card | Counted, pipeline: Pipeline, work: Callable, *, exact: bo
             found = work()
             off = max(off, float((found.float() - expected.float()).abs().mean() / expected.float().abs().mean()))
             del found
-        except out_of_memory.KINDS as error:
-            if not out_of_memory.is_one(error, pipeline.device):
+        except out_of_memory.OOM_TYPES as error:
+            if not out_of_memory.is_oom(error, pipeline.device):
                 raise
             wrong.append("the foot of the ladder was reached")
-            out_of_memory.forget(error)
+            out_of_memory.release_tensors(error)
         finally:
             card.limit(float("inf"))
     left = card.now() - start

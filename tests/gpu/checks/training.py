@@ -125,7 +125,7 @@ def _trained(flags: Sequence[str], run: Path, device: torch.device) -> Trained:
         held.append(device_memory.allocated(device))
         return found
 
-    device_memory.give_back(device)
+    device_memory.empty_cache(device)
     peak = device_memory.Peak(device)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(loop, "one_step", step)

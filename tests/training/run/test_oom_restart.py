@@ -25,7 +25,7 @@ import backend.training.setup, backend.training.loop, peft.tuners.lora, diffuser
 from backend.engine.devices import device_memory as memory
 from backend.training.__main__ import main
 
-memory.give_back("cpu")
+memory.empty_cache("cpu")
 own = next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
 resource.setrlimit(resource.RLIMIT_DATA, (own + int(sys.argv[1]),) * 2)
 

@@ -114,11 +114,11 @@ def test_a_sample_for_which_there_is_no_memory_at_all_is_left_out(run_training, 
 
 
 def test_a_picture_that_is_too_large_is_encoded_in_tiles_for_this_run_alone(data, tmp_path):
-    from backend.engine.devices.oom_retry import Tiled
+    from backend.engine.devices.oom_retry import TiledOnOom
     from backend.training.encoding.encoding_cache import Store
 
     notes = []
-    each = Tiled(lambda pixels, tiled: pixels if tiled or pixels.shape[-1] < 8 else refuse(), notes.append)
+    each = TiledOnOom(lambda pixels, tiled: pixels if tiled or pixels.shape[-1] < 8 else refuse(), notes.append)
     assert each(torch.zeros(1, 3, 4, 4)).shape[-1] == 4 and each.exact
     assert each(torch.zeros(1, 3, 8, 8)).shape[-1] == 8 and not each.exact and len(notes) == 1
     assert each(torch.zeros(2, 3, 9, 9)).shape[-1] == 9 and len(notes) == 1  # larger ones at once
@@ -129,9 +129,9 @@ def test_a_picture_that_is_too_large_is_encoded_in_tiles_for_this_run_alone(data
 
 
 def test_one_thing_alone_that_is_too_much_is_raised():
-    from backend.engine.devices.oom_retry import Fewer
+    from backend.engine.devices.oom_retry import SmallerBatches
 
-    fewer = Fewer(lambda some: refuse(), lambda _: None, what="prompts")
+    fewer = SmallerBatches(lambda some: refuse(), lambda _: None, what="prompts")
     with pytest.raises(torch.OutOfMemoryError):
         fewer(["a", "b", "c"])
     assert fewer.most == 1

@@ -104,5 +104,5 @@ def test_parts_that_are_no_longer_needed_are_closed(small):  # noqa: F811
     loader.drop_all_but(["dit"])
     assert set(loader.parts) == {"dit"}
     assert {name: one.level for name, one in placed.items()} == {"dit": "onload", "text_encoder": "closed"}
-    assert placed["text_encoder"].motion.fetcher._thread is None
+    assert placed["text_encoder"].transfer.prefetcher._thread is None
     placed["dit"].close()

@@ -120,7 +120,7 @@ def _check_reshaped(module: Module) -> None:
     """`reshape_weight` is the shape that the weight has in the model a LoRA was made for; another one cannot be made here."""
     if "reshape_weight" not in module.roles:
         return
-    stored = module.source.stored(module.roles["reshape_weight"]).flatten()
+    stored = module.source.read_stored(module.roles["reshape_weight"]).flatten()
     stored = stored.float() if stored.is_floating_point() else stored
     some = 0 < stored.numel() <= MOST_DIMENSIONS and not stored.is_complex()
     if not some or not bool(torch.isfinite(stored).all()):

@@ -11,7 +11,7 @@ import torch
 from backend.catalog.lora.alpha import AlphaRules
 from backend.catalog.lora.keys import plain
 from backend.catalog.state_dict_keys import Slot
-from backend.engine.loading.tensor_source import CODES, Source
+from backend.engine.loading.tensor_source import INTEGER_CODES, Source
 from backend.engine.lora.algorithms.delta import Body, placed, swapped
 from backend.engine.lora.algorithms.scale import alpha_value, scale_of
 from backend.schema.messages import Trouble
@@ -51,7 +51,7 @@ class Module:
         if tensor.ndim < least or 0 in tensor.shape or tensor.is_complex():
             what = "a matrix" if least == DIMENSIONS else "a list of numbers"
             raise mismatch(self, role.replace("_", " "), tensor.shape, what + " that is not empty")
-        if tensor.dtype in CODES:
+        if tensor.dtype in INTEGER_CODES:
             raise Trouble(
                 "not_supported",
                 f"{self.source.name} stores {key} as {str(tensor.dtype).removeprefix('torch.')}, codes without a factor.",

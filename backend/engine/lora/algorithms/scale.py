@@ -40,7 +40,7 @@ def scale_of(
 
 def alpha_value(source: Source, key: str) -> float:
     """The number in an alpha tensor of any dtype and of shape [] or [1]."""
-    tensor = source.stored(key)
+    tensor = source.read_stored(key)
     if tensor.numel() != 1:
         raise Trouble("shape_mismatch", f"{source.name}: {key} has {tensor.numel()} elements; an alpha is one number.")
     return float(tensor.double() if tensor.is_floating_point() else tensor)
