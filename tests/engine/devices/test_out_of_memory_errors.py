@@ -14,7 +14,7 @@ pytestmark = pytest.mark.torch
 
 
 @pytest.mark.parametrize(
-    "error, is_one",
+    "error, is_oom",
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."), True),
         (RuntimeError("MPS backend out of memory (MPS allocated: 8 GB)"), True),
@@ -98,7 +98,7 @@ def test_on_a_cpu_no_card_is_full():
     assert not out_of_memory.is_oom(RuntimeError(MAYBE["cuDNN, no engine"]), "cpu")
 
 
-def test_a_real_failure_to_allocate_is_one():
+def test_a_real_failure_to_allocate_is_oom():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**55, dtype=torch.uint8)
     assert out_of_memory.is_oom(caught.value)
