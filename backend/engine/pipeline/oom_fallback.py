@@ -319,7 +319,9 @@ def _may_be_eighth(pipeline, name: str) -> bool:
     here = pipeline.placements.get(name)
     if part_loading.is_fixed(pipeline, name) or name in pipeline.packed:
         return False
-    if not pipeline.lower.allow_fp8 or (here is not None and here.states.onload.on_disk and not here.planned_resident_blocks()):
+    if not pipeline.lower.allow_fp8 or (
+        here is not None and here.states.onload.on_disk and not here.planned_resident_blocks()
+    ):
         return False
     storages = (
         [] if here is None else [here.states.offload.dtype, here.states.onload.dtype, here.states.preparing.dtype]
