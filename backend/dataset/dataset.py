@@ -374,7 +374,7 @@ def _is_entry(entry: object) -> bool:
 
 
 def _write_index(index: Path, entries: dict[str, FileEntry]) -> None:
-    from backend.system.durable_files import write_text
+    from backend.system.atomic_files import write_text
 
     index.parent.mkdir(parents=True, exist_ok=True)
-    write_text(index, json.dumps(entries, ensure_ascii=False))
+    write_text(index, json.dumps(entries, ensure_ascii=False), durable=True)

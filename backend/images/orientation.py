@@ -21,7 +21,8 @@ def _orientation(picture: Image.Image) -> int:
 
 def shown_size(picture: Image.Image) -> tuple[int, int]:
     """(width, height) of the picture upright; only the header is read."""
-    return picture.size[::-1] if _orientation(picture) in (5, 6, 7, 8) else picture.size
+    width, height = picture.size
+    return (height, width) if _orientation(picture) in (5, 6, 7, 8) else (width, height)
 
 
 def upright(picture: Image.Image) -> Image.Image:

@@ -8,13 +8,14 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from backend.planner.costs.device_speed import device_key, write_json
+from backend.planner.costs.device_speed import device_key
 from backend.planner.costs.layout import Fixed
 from backend.schema.json_values import dicts, finite
 from backend.schema.memory_plan import GIB, Card
 from backend.schema.request import GenerationRequest
 from backend.schema.settings import to_values
 from backend.schema.untrusted import read_object_or_empty
+from backend.system.atomic_files import write_json
 
 TRAINING = "train"
 MATTERS = (  # settings of a run that its memory depends on besides
@@ -60,7 +61,7 @@ def remember(
         }
     )
     del runs[:-KEPT]
-    write_json(file, everything)
+    write_json(file, everything, indent=1)
 
 
 def corrected(fixed: Fixed, card: Card, family: str, file: Path, *, kind: str = "generate") -> Fixed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
 from backend.schema.json_values import finite
 from backend.schema.messages import Trouble
@@ -97,7 +98,7 @@ class Result:
     notes: tuple[str, ...] = ()
 
 
-def request_to_values(request: GenerationRequest) -> dict[str, object]:
+def request_to_values(request: GenerationRequest) -> dict[str, Any]:
     """`request` as plain values for a line or a file; `request_from_values` reads them."""
     return asdict(request)
 

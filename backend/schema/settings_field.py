@@ -11,6 +11,7 @@ import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Knob:
 
 
 def knob(
-    default,
+    default: object,
     *,
     help: str,
     label: str = "",
@@ -46,7 +47,7 @@ def knob(
     step: float | None = None,
     lines: int = 1,
     level: str = "basic",
-):
+) -> Any:
     """A dataclass field that is a setting. `low` and `high` are inclusive; `choices` are strings."""
     return field(
         default=default,
@@ -66,12 +67,12 @@ def knob(
     )
 
 
-def switch(*, help: str):
+def switch(*, help: str) -> Any:
     """A field that only a command line typed by hand can turn on: no file, form or preset knows its name."""
     return field(default=False, metadata={"switch": {"help": help}})
 
 
-def section(cls: type, title: str):
+def section(cls: type, title: str) -> Any:
     """A dataclass field that is a group of settings."""
     return field(default_factory=cls, metadata={"section": title})
 

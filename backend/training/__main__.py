@@ -193,7 +193,7 @@ def _refuse_second(folder: Path) -> None:
 
 def _make_folder(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[str]) -> dict[Path, Path]:
     """Writes what is known of the run; what was set aside for it."""
-    from backend.system.durable_files import write_text
+    from backend.system.atomic_files import write_text
 
     if os.environ.get("LOFT_MARK"):  # the studio has started this and keeps the record itself
         return _results_aside(config, folder)
@@ -202,7 +202,7 @@ def _make_folder(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: 
     if by_flags:
         if begins_anew(config, folder):
             aside = set_aside(folder, named=files_named(config))
-        write_text(folder / "config.json", to_file_text(config))
+        write_text(folder / "config.json", to_file_text(config), durable=True)
     (folder / "stop").unlink(missing_ok=True)
     write_text(folder / "process.json", _process_text(argv, folder))
     return aside or _results_aside(config, folder)

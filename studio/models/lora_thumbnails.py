@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-import os
-import tempfile
 from pathlib import Path
 
 from PIL import Image
@@ -16,6 +14,7 @@ from backend.catalog.lora.metadata import THUMBNAILS
 from backend.catalog.spec import LoraSpec
 from backend.schema.messages import Trouble
 from backend.schema.untrusted import is_file
+from backend.system.atomic_files import replacing
 from studio.state.context import Studio
 from studio.state.output_files import NO_PICTURE, is_inside, thumbnail
 from studio.widgets.formatting import safe
@@ -56,11 +55,8 @@ def _embedded(spec: LoraSpec, cache: Path) -> Path | None:
                 return None
             small = picture.convert("RGB")
         small.thumbnail((PIXELS, PIXELS), Image.Resampling.LANCZOS)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, draft = tempfile.mkstemp(dir=target.parent, suffix=".part")
-        with os.fdopen(handle, "wb") as file:
-            small.save(file, "WEBP", quality=86)
-        Path(draft).replace(target)
+        with replacing(target, private=True, synced=False) as draft:
+            small.save(draft, "WEBP", quality=86)
     except (Trouble, StopIteration, *NO_PICTURE):
         return None
     return target

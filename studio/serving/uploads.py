@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from backend.schema.preferences import Preferences
-from backend.system.atomic_files import not_written
+from backend.system.atomic_files import not_written, rename_over
 
 GIB, MIB = 2**30, 2**20
 MODEL_ENDINGS = (".safetensors", ".sft", ".gguf", ".ckpt", ".pt", ".pth", ".bin")
@@ -161,7 +161,7 @@ def _keep(item, folder: Path) -> str:
     home.mkdir(parents=True, exist_ok=True)
     kept = home / name_of(item.filename)
     item.file.close()
-    os.replace(item.file.name, kept)  # noqa: PTH105
+    rename_over(Path(item.file.name), kept)
     return str(kept)
 
 

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
-import struct
-import tempfile
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from backend.images.orientation import in_rgb
-from backend.schema.json_values import finite, is_printable, parse_json, whole
+from backend.images.png_metadata import NO_PICTURE, Settings, read_settings
+from backend.schema.json_values import is_printable
 from backend.schema.messages import Trouble
 from backend.schema.paths import Places
-from backend.schema.request import GenerationRequest
-from backend.schema.settings import knobs_of
 from backend.schema.untrusted import exists, is_file, is_folder, is_inside, known_file, name_of, read_bytes, unnamed
-from backend.system.atomic_files import not_written
+from backend.system.atomic_files import not_written, replacing, write_bytes
 
 __all__ = [
+    "NO_PICTURE",
     "Settings",
     "is_inside",
     "is_ours",
@@ -35,34 +31,12 @@ __all__ = [
     "thumbnail",
     "to_trash",
 ]
-CHUNK = "loft"  # name of the PNG text chunk with the settings, as the engine writes it
 THUMB_PIXELS = 256
 KINDS = (".png", ".jpg", ".jpeg", ".webp")
 ENDINGS = {  # Pillow's name of a format that is taken, and how a file of it is called
     "PNG": ".png", "JPEG": ".jpg", "MPO": ".jpg", "WEBP": ".webp", "BMP": ".bmp", "GIF": ".gif", "TIFF": ".tif", "AVIF": ".avif",
 }  # fmt: skip
-NO_PICTURE = (  # what Pillow raises for a file that is none
-    OSError, UnidentifiedImageError, ValueError, SyntaxError, EOFError, TypeError, IndexError, KeyError, OverflowError, MemoryError,
-    struct.error, Image.DecompressionBombError,
-)  # fmt: skip
 MOST_PICTURE_BYTES = 2**30
-MOST_CHARACTERS = 4 * 2**20  # of the settings inside a picture
-LARGEST = 2.0**60  # of any number in them
-# Settings of a request that are one plain value; the others are lists.
-PLAIN = tuple(item.name for item in knobs_of(GenerationRequest) if item.kind is not tuple)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a picture says about itself: the request's values, and what happened."""
-
-    request: dict
-    seed: int | None = None
-    seconds: float = 0.0
-    loras: tuple[dict, ...] = ()
-    notes: tuple[str, ...] = ()
-    predicted_peak_bytes: int = 0
-    measured_peak_bytes: int = 0
 
 
 def newest(outputs: Path, *, most: int) -> list[Path]:
@@ -110,88 +84,6 @@ def stamp(outputs: Path) -> tuple:
     return tuple(sorted((f.name, _modified(f)) for f in [outputs, *_entries(outputs)] if is_folder(f)))
 
 
-def read_settings(path: Path) -> Settings:
-    """The settings inside a PNG. Raises Trouble where the file is no picture or holds none."""
-    try:
-        with Image.open(path) as picture:
-            said = picture.info.get(CHUNK)
-    except NO_PICTURE:
-        raise Trouble("damaged", f"{name_of(path)} is not a picture that can be read.") from None
-    if not isinstance(said, str):
-        raise Trouble(
-            "no_settings",
-            f"{name_of(path)} holds no settings.",
-            hint="Only PNG files made here carry them; programs that re-save a picture often drop them.",
-        )
-    try:
-        if len(said) > MOST_CHARACTERS:
-            raise ValueError
-        return _settings_of(parse_json(said))
-    except ValueError:
-        raise Trouble("bad_file", f"The settings inside {name_of(path)} cannot be read.") from None
-
-
-def _settings_of(values: object) -> Settings:
-    """The settings in what a file says, which may come from a stranger. Raises ValueError unless each is of the type it should have."""
-    said = _of(values, dict).get("request")
-    plain = {name: value for name, value in _of(said, dict).items() if name in PLAIN and value is not None}
-    request = {name: _of(value, str | int | float) for name, value in plain.items()}
-    if not isinstance(request.get("input_image", ""), str):
-        raise ValueError
-    uses = [
-        (_of(use.get("path"), str), _number(use.get("strength"), otherwise=1.0)) for use in _dicts(said.get("loras"))
-    ]
-    request["loras"] = [{"path": path, "strength": strength} for path, strength in uses]
-    request["edit_images"] = _texts(said.get("edit_images"))
-    seed = values.get("seed")
-    return Settings(
-        request=request,
-        seed=_as_int(seed) if isinstance(seed, str) else whole(seed),
-        seconds=_number(values.get("seconds"), low=0.0),
-        loras=tuple(map(_receipt, _dicts(values.get("loras")))),
-        notes=tuple(_texts(values.get("notes"))),
-        predicted_peak_bytes=int(_number(values.get("predicted_peak_bytes"), low=0.0)),
-        measured_peak_bytes=int(_number(values.get("measured_peak_bytes"), low=0.0)),
-    )
-
-
-def _receipt(use: dict) -> dict:
-    """What a LoRA did, as a picture tells it."""
-    return {
-        **{name: _of(use.get(name) or "", str) for name in ("name", "path", "hash", "mode")},
-        **{name: int(_number(use.get(name), low=0.0)) for name in ("layers_applied", "layers_found")},
-        "strength": _number(use.get("strength"), otherwise=1.0),
-        "unused": {key: _of(why, str) for key, why in _of(use.get("unused") or {}, dict).items()},
-        "notes": _texts(use.get("notes")),
-    }
-
-
-def _of(value: object, kind) -> object:
-    if not isinstance(value, kind):
-        raise ValueError
-    return value
-
-
-def _dicts(value: object) -> list[dict]:
-    return [_of(one, dict) for one in _of(value or [], list)]
-
-
-def _texts(value: object) -> list[str]:
-    return [_of(one, str) for one in _of(value or [], list)]
-
-
-def _number(value: object, *, low: float = -LARGEST, otherwise: float = 0.0) -> float:
-    number = otherwise if value is None else finite(value, low=low, high=LARGEST)
-    if number is None:
-        raise ValueError
-    return number
-
-
-def _as_int(value: str) -> int | None:
-    # Seeds above 2**53 travel as text, so that no program rounds them.
-    return int(value) if value.isdecimal() and len(value) <= 20 else None
-
-
 def thumbnail(path: Path, cache: Path, *, pixels: int = THUMB_PIXELS) -> Path | None:
     """A small WebP of a picture, made once per content time. None where the file is no picture that can be read, which is then not to be
     shown as one; the picture itself where there is no room for a smaller one."""
@@ -212,15 +104,8 @@ def thumbnail(path: Path, cache: Path, *, pixels: int = THUMB_PIXELS) -> Path | 
     except NO_PICTURE:
         return None
     try:
-        thumb.parent.mkdir(parents=True, exist_ok=True)
-        handle, draft = tempfile.mkstemp(dir=thumb.parent, suffix=".part")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                small.save(file, "WEBP", quality=86)
-            Path(draft).replace(thumb)
-        except OSError:
-            Path(draft).unlink(missing_ok=True)
-            raise
+        with replacing(thumb, private=True, synced=False) as draft:
+            small.save(draft, "WEBP", quality=86)
     except OSError:
         return path
     return thumb
@@ -262,15 +147,7 @@ def keep_input(path: Path, places: Places) -> Path:
     if is_file(kept):
         return kept
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        handle, draft = tempfile.mkstemp(dir=kept.parent, suffix=".part")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            Path(draft).replace(kept)
-        except OSError:
-            Path(draft).unlink(missing_ok=True)
-            raise
+        write_bytes(kept, data, private=True)
     except OSError as error:
         raise not_written(f"The picture {name_of(path)}", error) from None
     return kept

@@ -24,7 +24,7 @@ from backend.schema.untrusted import (
     read_object_or_empty,
     unnamed,
 )
-from backend.system.atomic_files import write_text
+from backend.system.atomic_files import rename_over, replacing, write_text
 from backend.system.text_files import decode_text
 from studio.widgets.formatting import count_words
 
@@ -262,10 +262,9 @@ def _swap(one: Path, other: Path) -> None:
         shutil.copy2(one, aside)
     else:
         aside.touch()
-    making = one.with_name(f".{one.name}.partial")
-    shutil.copy2(other, making)
-    making.replace(one)
-    aside.replace(other)
+    with replacing(one, durable=False) as making:
+        shutil.copy2(other, making)
+    rename_over(aside, other)
 
 
 def _free_name(parent: Path, name: str) -> Path:

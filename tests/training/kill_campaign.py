@@ -128,7 +128,7 @@ def same(run: Path, whole: dict) -> bool:
 
 def unfinished(run: Path) -> set[Path]:
     """States, results and pictures that are being written, or were when their writer was killed."""
-    return {*run.glob("checkpoints/.step-*.tmp"), *run.glob(".*.safetensors.*.tmp"), *run.glob("samples/*/.*.partial")}
+    return {*run.glob("checkpoints/.step-*.tmp"), *run.glob(".*.safetensors.*.tmp"), *run.glob("samples/*/.*.tmp")}
 
 
 def said(run: Path) -> list[dict]:

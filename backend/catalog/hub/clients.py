@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from backend.system.atomic_files import rename_over
+
 MARKS = ".loft_incomplete"  # a folder in a model's folder, for what is still on its way
 SECONDS = 15.0  # that a server may be silent
 OnDone = Callable[[int], None] | None  # bytes so far
@@ -78,7 +80,7 @@ def _fetch_huggingface(model_id: str, root: Path, names: list[str], tell: OnDone
             file.flush()
             os.fsync(file.fileno())
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        partial.replace(root / name)
+        rename_over(partial, root / name)
 
 
 def _read_modelscope(model_id: str, name: str, start: int, stop: int) -> bytes:

@@ -26,11 +26,12 @@ from backend.catalog.hub import clients, download
 from backend.catalog.models import model_folder
 from backend.catalog.models.checkpoint_files import SHARD
 from backend.catalog.models.identify import identify_model
-from backend.catalog.models.scan_cache import write_json
+from backend.catalog.models.scan_cache import write_cache
 from backend.catalog.spec import ModelSpec
 from backend.schema.messages import Trouble, trouble_from_values
 from backend.schema.paths import Places, places
 from backend.schema.untrusted import read_object
+from backend.system.atomic_files import rename_over
 
 LARGEST_TOKENIZER_BYTES = 2**25
 FIRST_BYTES = 2**15  # most headers of shards are shorter
@@ -99,7 +100,7 @@ def folder(here: Places) -> Path:
 
 
 def _keep(home: Path, said: dict) -> None:
-    write_json(home / LISTED, said)
+    write_cache(home / LISTED, said)
     os.utime(home.parents[2])
 
 
@@ -151,7 +152,7 @@ def _bring(
     except Exception as error:
         raise download._failed(model_id, source, error) from None
     shutil.rmtree(home, ignore_errors=True)
-    making.replace(home)
+    rename_over(making, home)
     return {name: sizes[name] for name in weights}, sizes
 
 

@@ -16,11 +16,12 @@ from backend.catalog.lora.identify import identify_lora, lora_of
 from backend.catalog.lora.metadata import THUMBNAILS
 from backend.catalog.models.checkpoint_files import SHARD
 from backend.catalog.models.identify import identify_model
-from backend.catalog.models.scan_cache import Memory, lora_from_values, model_from_values, placed, write_json
+from backend.catalog.models.scan_cache import Memory, lora_from_values, model_from_values, placed
 from backend.catalog.spec import LoraSpec, ModelSpec
 from backend.schema.json_values import is_printable
 from backend.schema.messages import Trouble
 from backend.schema.untrusted import is_file, is_folder, name_of, read_object_or_empty
+from backend.system.atomic_files import not_written, write_json
 
 LONGEST_VALUE = 48 * 1024  # of metadata kept in a listing
 MARK = 32  # characters kept of a picture: enough to say that there is one
@@ -100,12 +101,15 @@ def read_corrections(user: Path) -> dict[str, str]:
 
 
 def correct_family(user: Path, path: Path, family: str) -> None:
-    """From now on the LoRA at `path` is for `family`; "" takes the correction back."""
+    """From now on the LoRA at `path` is for `family`; "" takes the correction back. Raises Trouble("not_written")."""
     values = read_corrections(user)
     values.pop(str(path), None)
     if family:
         values[str(path)] = family
-    write_json(user / CORRECTIONS, values)
+    try:
+        write_json(user / CORRECTIONS, values)
+    except OSError as error:
+        raise not_written("The correction", error) from None
 
 
 def _corrected(entry: LoraSpec, corrections: Mapping[str, str]) -> LoraSpec:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import traceback
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from backend.schema.json_values import printable
 from backend.schema.messages import Trouble, trouble_from_values
 from backend.schema.typed_fields import checked
 from backend.schema.untrusted import name_of, read_object_or_empty
+from backend.system.atomic_files import write_json
 
 MOST_MEMORY_BYTES = 2**29
 VERSION = 6  # of what is remembered: raised when recognition changes
@@ -70,7 +70,7 @@ class Memory:
     def save(self) -> None:
         if self.path is None or not (self.changed or len(self.seen) != len(self.known)):
             return
-        write_json(self.path, {"key": self.key, "files": self.seen})
+        write_cache(self.path, {"key": self.key, "files": self.seen})
         _KEPT[self.path] = (_stamp(self.path), self.key, self.seen)
 
 
@@ -103,19 +103,10 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     return status.st_size, status.st_mtime_ns
 
 
-def write_json(path: Path, values: dict) -> None:
-    """Whole or not at all; a folder that cannot be written to only costs the memory."""
-    making = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with making.open("w", encoding="utf-8") as file:
-            json.dump(values, file, ensure_ascii=False, separators=(",", ":"))
-            file.flush()
-            os.fsync(file.fileno())
-        making.replace(path)
-    except (OSError, ValueError):
-        with contextlib.suppress(OSError):
-            making.unlink(missing_ok=True)
+def write_cache(path: Path, values: dict) -> None:
+    """`write_json` for what can be computed again: where the folder takes no file, only time is lost."""
+    with contextlib.suppress(OSError, ValueError):
+        write_json(path, values)
 
 
 def _rebuilt(kept: dict, path: Path, rebuild: Callable[[dict, Path], Spec]) -> Spec | Trouble | None:

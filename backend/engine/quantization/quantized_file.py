@@ -15,7 +15,7 @@ from backend.catalog.quantization import understood
 from backend.catalog.spec import PartSpec
 from backend.engine.quantization.quantized_part import Config, load_quantized
 from backend.schema.messages import Trouble
-from backend.system.durable_files import disk_full, is_disk_full, replacing
+from backend.system.atomic_files import disk_full, is_disk_full, replacing
 
 
 def write_quantized(

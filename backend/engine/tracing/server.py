@@ -16,6 +16,7 @@ from pathlib import Path
 from backend.engine.tracing import cpu_training_fit, trace, training_fit
 from backend.schema.json_values import dicts
 from backend.schema.untrusted import read_object, read_object_or_empty
+from backend.system.atomic_files import write_text
 
 CPU_NUMEL = 10**9  # parameters of a network that somebody may train on a CPU
 USUAL = 3  # forms of the usual LoRA: everything kept, checkpointed, and its samples
@@ -40,7 +41,7 @@ def serve(folder: Path, *, idle_seconds: float = 600.0) -> None:
                 later.setdefault(question.stem, _rest(table, asked["network"], asked["config"], facts))
             except Exception as error:  # the helper outlives a model that it cannot trace
                 text = json.dumps({"tables": [], "trouble": f"{type(error).__name__}: {error}"})
-                question.with_suffix(".json").write_text(text, encoding="utf-8")
+                write_text(question.with_suffix(".json"), text)
             question.unlink(missing_ok=True)
             last = time.monotonic()
         if questions:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -22,6 +21,7 @@ from backend.engine.tracing.allocation_recorder import Tape, fakes
 from backend.families import of_network
 from backend.planner.costs.model_sizes import fingerprint
 from backend.schema.paths import ASSETS
+from backend.system.atomic_files import write_text
 
 MEMORY = ASSETS / "memory"
 STARTER = "starter"  # the model in assets/starter, among the names of families
@@ -288,12 +288,7 @@ def write(path: Path, tables) -> Path:
             merged[one["key"]]["configs"] += one["configs"]
         merged.setdefault(one["key"], one)
     lines = ",\n".join(json.dumps(one, separators=(",", ":")) for one in merged.values())
-    temporary = path.with_suffix(".part")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(f'{{"torch": "{torch.__version__.partition("+")[0]}", "tables": [\n{lines}\n]}}\n')
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_text(path, f'{{"torch": "{torch.__version__.partition("+")[0]}", "tables": [\n{lines}\n]}}\n')
     return path
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -11,6 +9,7 @@ from backend.planner.costs import gpu_table
 from backend.schema.json_values import finite
 from backend.schema.memory_plan import DTYPES, Card
 from backend.schema.untrusted import read_object_or_empty
+from backend.system.atomic_files import write_json
 
 GIB = 2**30
 GB = 10**9
@@ -139,17 +138,7 @@ def remember(card: Card, speed: Speed, file: Path) -> None:
     """Keeps a calibration of `card` for `speed_of`."""
     known = read_object_or_empty(file)
     known[device_key(card)] = asdict(speed)
-    write_json(file, known)
-
-
-def write_json(file: Path, values) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.part")
-    with temporary.open("w", encoding="utf-8") as out:
-        json.dump(values, out, indent=1)
-        out.flush()
-        os.fsync(out.fileno())
-    temporary.replace(file)
+    write_json(file, known, indent=1)
 
 
 def device_key(card: Card) -> str:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from backend.schema.messages import Trouble, from_line, to_line
-from backend.system.durable_files import write_text
+from backend.system.atomic_files import write_text
 
 MAIN_RANK_SECONDS = 15.0  # how long another rank waits for the main one to say what went wrong
 
@@ -83,7 +83,7 @@ class Reporter:
             for row in rows
             if row.endswith("\n") and row.partition(",")[0].isdigit() and int(row.partition(",")[0]) <= step
         ]
-        write_text(path, head + "".join(kept))
+        write_text(path, head + "".join(kept), durable=True)
 
     def trouble(self, trouble: Trouble) -> None:
         """The first rank that ends takes the others with it: one that is silent lets the main one speak first, if it has to."""

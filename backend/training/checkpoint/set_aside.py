@@ -13,7 +13,7 @@ from pathlib import Path
 
 from backend.schema.messages import from_line
 from backend.schema.training.config import TrainingConfig
-from backend.system.durable_files import sync
+from backend.system.atomic_files import sync
 
 PIECES = ("checkpoints", "events.jsonl", "loss.csv", "samples", "tensorboard", "encodings.json", "config.json")
 RESULTS = ("epoch-*.safetensors", "step-*.safetensors")

@@ -23,7 +23,7 @@ from backend.engine.devices import out_of_memory
 from backend.schema.json_values import whole
 from backend.schema.messages import Trouble
 from backend.schema.untrusted import exists, is_file, is_folder, read_object
-from backend.system.durable_files import discard_folder, disk_full, is_disk_full, replacing, replacing_folder
+from backend.system.atomic_files import discard_folder, disk_full, is_disk_full, replacing, replacing_folder
 
 FORMAT = 1
 T = TypeVar("T")
@@ -149,7 +149,7 @@ def clear_leftovers(folder: Path, output: Path) -> None:
     """Deletes what a killed process had begun to write in a run's folders. For the one process that writes there."""
     for left in [
         *folder.glob(".preflight-*"),
-        *folder.glob("samples/*/.*.partial"),
+        *folder.glob("samples/*/.*.tmp"),
         *(folder / "checkpoints").glob(".step-*.tmp"),
     ]:
         if is_folder(left):

@@ -23,7 +23,7 @@ from backend.catalog.spec import PartSpec
 from backend.engine.quantization.config import QuantizeConfig
 from backend.schema.paths import places
 from backend.schema.untrusted import exists, is_file, read_object_or_empty
-from backend.system.durable_files import write_text
+from backend.system.atomic_files import write_text
 from backend.training.encoding.encoding_cache import key_of
 from backend.training.model.base_model import Base, check_there
 from backend.training.model.frozen_weights import Kept
@@ -125,7 +125,7 @@ def content_digests(files: Iterable[Path]) -> list[str]:
     if found:
         fresh = {str(file.absolute()): [*facts[file], digest] for file, digest in found.items()}
         index.parent.mkdir(parents=True, exist_ok=True)
-        write_text(index, json.dumps({**_read_index(index), **fresh}, ensure_ascii=False))
+        write_text(index, json.dumps({**_read_index(index), **fresh}, ensure_ascii=False), durable=True)
     return [found[file] if file in found else known[str(file.absolute())][-1] for file in files]
 
 

@@ -12,7 +12,7 @@ from backend.dataset.dataset import Item
 from backend.schema.json_values import finite, parse_json, printable, whole
 from backend.schema.messages import Trouble
 from backend.schema.untrusted import exists, read_bytes
-from backend.system.durable_files import write_text
+from backend.system.atomic_files import write_text
 from backend.training.encoding.conditioning import is_editing
 from backend.training.encoding.encoding_cache import Store, View
 from backend.training.encoding.sample_source import Source
@@ -49,7 +49,7 @@ def write(folder: Path, source: Source, base: Base) -> None:
         "items": items,
         "texts": source.texts,
     }
-    write_text(folder / TABLE, json.dumps(table, ensure_ascii=False))
+    write_text(folder / TABLE, json.dumps(table, ensure_ascii=False), durable=True)
 
 
 def _name(view: View) -> str:

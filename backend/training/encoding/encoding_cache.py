@@ -24,6 +24,7 @@ from backend.engine.devices import out_of_memory
 from backend.engine.pipeline.image_tensors import to_pixels
 from backend.images.orientation import in_rgb, upright
 from backend.schema.messages import Trouble
+from backend.system.atomic_files import write_bytes
 from backend.training.encoding.open_images import open_shown
 
 RAM_BYTES = 4 * 2**30
@@ -81,14 +82,9 @@ class Store:
         self._keep_near(key, encoding, always=near)
         if near:
             return
-        path = self._path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{key}.{os.getpid()}.tmp")
         try:
-            temporary.write_bytes(save_tensors(encoding))
-            temporary.replace(path)
+            write_bytes(self._path(key), save_tensors(encoding), synced=False)
         except OSError:  # a cache that cannot be written is a slower one, no more
-            temporary.unlink(missing_ok=True)
             self._keep_near(key, encoding, always=True)
 
     def _keep_near(self, key: str, encoding: Encoding, *, always: bool = False) -> None:

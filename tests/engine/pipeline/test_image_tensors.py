@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy
@@ -131,7 +132,7 @@ def test_a_disk_that_takes_nothing_leaves_nothing(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(png_metadata.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(Trouble, match="No space left"):
         png_metadata.save_png(Image.new("RGB", (8, 8)), tmp_path / "x.png", {})
     assert not list(tmp_path.iterdir())

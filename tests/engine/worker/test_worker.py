@@ -229,7 +229,7 @@ def test_bad_requests_are_answered_in_a_sentence_and_the_worker_goes_on(starter)
     assert worker.answer("disk").values["kind"] == "cannot_write"
     worker.say(command="generate", id="after", request=REQUEST, folder=str(data.outputs))
     assert worker.answer("after").event == "result"
-    assert not list(data.root.rglob("*.partial"))
+    assert not list(data.root.rglob("*.tmp"))
 
 
 @pytest.mark.torch

@@ -64,7 +64,7 @@ def test_stopped_resumed_killed_resumed_complete(data):
     assert all(sample.path.is_file() for sample in run.samples)
     wait_for(folder, lambda run: not processes.alive(run.process))
     assert processes.marked(f"run:{folder}") == []
-    assert not list(folder.rglob("*.partial"))
+    assert not list(folder.rglob("*.tmp"))
 
 
 def test_a_run_without_pictures_fails_with_a_sentence(data):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from backend.engine.loading.load import TORCH_DTYPES
 from backend.engine.loading.tensor_source import open_source, read_pickle
 from backend.engine.lora.tools.self_contained import kept_meaning
 from backend.schema.messages import Cancelled, Trouble
+from backend.system.atomic_files import replacing
 
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 CHUNK = 16 * 2**20
@@ -37,20 +37,15 @@ def making(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A temporary name that becomes `path` when the block ends well, and vanishes when it does not."""
     if path.exists() and not overwrite:
         raise Trouble("exists", f"{path} is there already.", hint="Choose another name, or ask for it to be replaced.")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        temporary.replace(path)
+        with replacing(path) as temporary:
+            yield temporary
     except OSError as error:
         raise Trouble(
             "disk",
             f"{path} cannot be written: {error.strerror or error}.",
             hint="Is there room, and may Loft write there?",
         ) from error
-    finally:
-        with suppress(OSError):  # where its folder is none, there is nothing to take away
-            temporary.unlink()
 
 
 def save(
@@ -93,8 +88,6 @@ def save_stream(
             assert (tensor.dtype, tuple(tensor.shape)) == shapes[name], name
             file.write(tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b"")
             on_progress(entries[name]["data_offsets"][1], offset)
-        file.flush()
-        os.fsync(file.fileno())
     return path
 
 
@@ -142,8 +135,6 @@ def write_metadata(
             on_progress(done, total)
         for tensor in added.values():
             file.write(tensor.reshape(-1).view(torch.uint8).numpy())
-        file.flush()
-        os.fsync(file.fileno())
     return out
 
 
