@@ -278,14 +278,21 @@ Encoding = dict[
 ]  # of one prompt: name -> tensor without a batch dimension; "references": a tuple of its pictures' latents
 Conditioning = Any  # what `collate` makes and `predict` takes; nobody else looks into it
 
+# Names of parts are roles, as in DiffSynth-Studio: the denoiser, another expert of it or a second network, encoders, the autoencoder of pictures.
 PART_LABELS = {
     "dit": "transformer",
     "dit2": "second transformer",
     "text_encoder": "text encoder",
     "text_encoder_2": "second text encoder",
     "text_encoder_3": "third text encoder",
+    "vision": "vision tower",
     "vae": "VAE",
 }
+
+
+def part_label(name: str) -> str:
+    """What a part of that name is usually called for people, without article."""
+    return PART_LABELS.get(name, name.replace("_", " "))
 
 
 def drawing(function: Callable) -> Callable:
@@ -393,7 +400,7 @@ class Family(Protocol):
     def part_label(self, part: str) -> str:
         """What a part is called for people, without article: "transformer"."""
         described = self.PARTS.get(part)
-        return (described.label if described else "") or PART_LABELS.get(part, part.replace("_", " "))
+        return (described.label if described else "") or part_label(part)
 
     def parts_of(self, phase: str, variant: str, *, pictures: bool = False) -> tuple[str, ...]:
         """The parts that a phase ("text", "denoise", "decode") of `variant` calls; `pictures`: where it works from some."""

@@ -20,7 +20,6 @@ from backend.schema.messages import Trouble
 from backend.schema.untrusted import is_file
 from backend.system.text_files import ends_with, listed
 
-TRAINABLE = ("dit", "text_encoder")
 Layers = Mapping[str, tuple[int, int]]  # linear layer -> (rows, columns)
 
 
@@ -41,15 +40,15 @@ def check_training(
     trained = trained_parts(config)
     part = lora_part(config)
     first_stage = config.training.task.endswith(":data_process")  # it trains nothing, and need not have what will
-    there = sizes.parts
+    there, may = sizes.parts, trainable_parts(family, sizes.variant)
     if not first_stage:
-        _check_parts(trained, part, there, title=sizes.title)
+        _check_parts(trained, part, may, there, title=sizes.title)
     if part in trained:
         raise Trouble("bad_value", f"The part {part} cannot both train whole and get a LoRA.", hint="Choose one.")
     layers = {name: layers_of(sizes.parts[name], spec and spec.parts.get(name)) for name in there}
     if part in there:
         _check_adapter(config.lora, layers[part], family, part)
-    _check_presets(config.lora, there)
+    _check_presets(config.lora, may, there)
     files = {name: size.files for name, size in sizes.parts.items()}
     _check_kept(config, files, layers, trained, part or "", known=known, first_stage=first_stage)
     check_named(config.training, here=here)
@@ -112,11 +111,18 @@ def check_files(lora) -> None:
             )
 
 
-def _check_parts(trained: tuple[str, ...], part: str | None, there: Mapping[str, PartSizes], *, title: str) -> None:
+def trainable_parts(family: Family, variant: str) -> tuple[str, ...]:
+    """The parts of a variant whose weights may train: its networks, and what encodes prompts."""
+    return (*family.parts_of("denoise", variant), *family.parts_of("text", variant))
+
+
+def _check_parts(
+    trained: tuple[str, ...], part: str | None, may: tuple[str, ...], there: Mapping[str, PartSizes], *, title: str
+) -> None:
     for flag, names in (("trainable_models", trained), ("lora_base_model", (part,) if part else ())):
         for name in names:
-            if name not in TRAINABLE:
-                can = " or ".join(one for one in TRAINABLE if one in there)
+            if name not in may:
+                can = " or ".join(one for one in may if one in there)
                 raise Trouble("bad_value", f"The part {name!r} cannot be trained here (--{flag}).", hint=f"Use {can}.")
             if name not in there:
                 raise Trouble("missing_part", f"{title} has no {name} among the files given.")
@@ -130,7 +136,7 @@ def _check_adapter(lora, layers: Layers, family: Family, part: str) -> None:
         check_oft(lora, {name: layers[name][1] for name in modules})
 
 
-def _check_presets(lora, there: Mapping[str, PartSizes]) -> None:
+def _check_presets(lora, may: tuple[str, ...], there: Mapping[str, PartSizes]) -> None:
     into = lora.preset_lora_model
     if into and not lora.preset_lora_path:
         raise Trouble(
@@ -138,8 +144,8 @@ def _check_presets(lora, there: Mapping[str, PartSizes]) -> None:
             "--preset_lora_model says where a preset LoRA goes, but none is named.",
             hint="Set --preset_lora_path, or leave it out.",
         )
-    if lora.preset_lora_path and into and into not in TRAINABLE:
-        can = " or ".join(one for one in TRAINABLE if one in there)
+    if lora.preset_lora_path and into and into not in may:
+        can = " or ".join(one for one in may if one in there)
         raise Trouble(
             "bad_value", f"The preset LoRA cannot go into {into!r} (--preset_lora_model).", hint=f"Use {can}."
         )

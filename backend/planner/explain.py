@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import itertools
 
+from backend.catalog.family import PART_LABELS
 from backend.catalog.quantization.methods import METHODS, read_storage
 from backend.planner.candidates import LOSSY
 from backend.planner.costs.layout import FP8
 from backend.schema.memory_plan import GIB, PlanStep
 
-NAMES = {
-    "dit": "transformer",
-    "dit2": "second transformer",
-    "text": "text encoder",
-    "text_encoder": "text encoder",
-    "text_encoder_2": "second text encoder",
-    "vision": "vision tower",
-    "vae": "VAE",
-}
+NAMES = {**PART_LABELS, "text": "text encoder"}  # "text": all encoders, as one
 ORDER = (
     "park",
     "quantize",

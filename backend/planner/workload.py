@@ -132,7 +132,7 @@ def work_of_training(config, sizes: ModelSizes) -> tuple[Work, Layout]:
         accumulates=values["gradient_accumulation_steps"] > 1,
         samples=bool(values["sample_prompts"].strip()),
         sample_size=(values["sample_width"] or 0, values["sample_height"] or 0),
-        caches="text_encoder" not in (*full, base),
+        caches=not {*full, base} & set(by_name(sizes.family).parts_of("text", sizes.variant) or ("text_encoder",)),
         keeps_encodings=values["data_cache"],
         keeps_states=values["keep_checkpoints"],
         decoder_dtype="float32",

@@ -19,7 +19,6 @@ from studio.widgets.svg import facts
 
 MOST_CARDS = 240
 MOST_METADATA = 80
-PARTS = {"dit": "the denoiser"}
 TRAINING = {  # settings that are told in the details, and how they are called there
     "learning_rate": "Learning rate",
     "max_steps": "Steps",
@@ -141,7 +140,7 @@ def lora_details(
         ("Trigger words", ", ".join(spec.trigger_words)),
         ("Layers", count_words(spec.num_modules, "module")),
         ("Touches", ", ".join(spec.targets[:24])),
-        ("Parts", ", ".join(PARTS.get(part, part.replace("_", " ")) for part in spec.components)),
+        ("Parts", ", ".join(part_words(part) for part in spec.components)),
         ("Trained by", spec.trainer),
         ("Base", spec.base),
         ("Layout", spec.dialect),

@@ -6,6 +6,7 @@ import html
 import time
 from pathlib import Path
 
+from backend.catalog.family import part_label
 from backend.schema.json_values import LAST_TIME, finite, printable
 from backend.schema.messages import Trouble
 
@@ -29,15 +30,9 @@ def choice_words(choice: str) -> str:
     return CHOICES.get(choice, choice)
 
 
-PARTS = {
-    "dit": "image network", "dit2": "second image network", "text_encoder": "text encoder", "text_encoder_2": "second text encoder",
-    "vae": "picture decoder", "vision": "picture reader",
-}  # fmt: skip
-
-
 def part_words(name: str) -> str:
     """A part of a model, or another share of memory, as people call it."""
-    return PARTS.get(name, name.replace("_", " "))
+    return part_label(name)
 
 
 def size_words(num_bytes: float) -> str:

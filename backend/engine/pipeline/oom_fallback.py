@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from backend.catalog.family import part_label
 from backend.engine.devices import device_memory, out_of_memory
 from backend.engine.loading.fp8_storage import is_float8
 from backend.engine.loading.load import TORCH_DTYPES
@@ -29,12 +30,6 @@ from backend.schema.messages import Trouble
 
 FP8 = "float8_e4m3fn"
 _WEIGHTS = "A larger reserve in the preferences, or offload_device in ModelConfig, has it so from the start."
-_NAMES = {
-    "dit": "the transformer",
-    "text_encoder": "the text encoder",
-    "vision": "the vision tower",
-    "vae": "the autoencoder",
-}
 
 
 @dataclass
@@ -54,8 +49,7 @@ class Lower:
     def standing(self) -> list[str]:
         """What every later receipt says: what is less exact."""
         return [
-            f"{called(name).capitalize()} is stored in FP8, since memory ran out before."
-            for name in sorted(self.eighth)
+            f"The {part_label(name)} is stored in FP8, since memory ran out before." for name in sorted(self.eighth)
         ]
 
 
@@ -335,4 +329,5 @@ def _waits_in_ram(pipeline, name: str) -> bool:
 
 
 def called(name: str) -> str:
-    return _NAMES.get(name, name)
+    """A part as notes speak of it."""
+    return f"the {part_label(name)}"

@@ -258,8 +258,10 @@ class Pipeline:
         seen = self.family.preview_latents(latents)
         height, width = seen.shape[-2:]
 
+        decoders = self.family.parts_of("decode", self.spec.variant)
+
         def work() -> Image.Image:
-            with self.using("vae"):
+            with self.using(*decoders):
                 given = each_stream(lambda one: one.to(self.dtype), latents)
                 pixels = self.family.decode(self.parts, given, tiled=self.is_tiled("decode", height * width, tiled))
                 picture = image_tensors.to_picture(pixels[0])
@@ -335,7 +337,7 @@ class Pipeline:
             references = {"references": self.encode_references(edited, settings)}
             positive, negative = positive | references, negative and negative | references
         if on_step and self._preview.must_learn(settings):
-            with self.using("vae"):
+            with self.using(*self.family.parts_of("decode", self.spec.variant)):
                 self._preview.learn_from_noise(settings)
         for number in range(request.count):
             if should_stop and should_stop():

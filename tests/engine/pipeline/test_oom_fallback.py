@@ -185,7 +185,7 @@ def test_loading(card, deep_qwen, names, share, rung):
     assert pipeline.lower.taken == {("vae", rung)}
     card.most_bytes = float("inf")
     assert numpy.array_equal(numpy.asarray(pipeline.decode(latents)), numpy.asarray(expected))
-    assert "Out of memory while the autoencoder was loaded" in pipeline.lower.news[0]
+    assert "Out of memory while the VAE was loaded" in pipeline.lower.news[0]
 
 
 def test_a_job_and_the_next_keep_what_was_taken(card, deep_qwen):

@@ -101,7 +101,7 @@ def test_runs_of_one_name_are_told_apart(data):
 
 def test_loading_shows_bytes_and_a_cancelled_job_says_so():
     job = Job("1", GenerationRequest(), phase="loading", part="dit", done_bytes=GIB, total_bytes=4 * GIB)
-    assert "Loading the image network, 1.0 GB of 4.0 GB" in text(engine_status.progress_panel(EngineSnapshot(job=job)))
+    assert "Loading the transformer, 1.0 GB of 4.0 GB" in text(engine_status.progress_panel(EngineSnapshot(job=job)))
     job = replace(job, phase="cancelling")
     assert "Cancelling" in text(engine_status.progress_panel(EngineSnapshot(job=job)))
 
