@@ -316,6 +316,12 @@ class Family(Protocol):
     TITLE: str  # for people
     WORDS: tuple[str, ...] = ()  # how metadata of LoRA files names it, in lower case
     PIPELINE: str = ""  # its class in `backend.pipelines`, called as in DiffSynth-Studio where that has one; "": none
+    DIFFSYNTH_SCHEDULES: Mapping[
+        str, Mapping
+    ] = {}  # template of its FlowMatchScheduler -> changes of the scheduler's configuration
+    DIFFSYNTH_ABSENT: Mapping[
+        str, str
+    ] = {}  # what its scripts import for this family alone, and why there is nothing for it here
     PIPELINE_DEFAULTS: Mapping[
         str, object
     ] = {}  # fields of GenerationRequest that a call of that class means otherwise than the page

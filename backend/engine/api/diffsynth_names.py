@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 
+from backend.families import FAMILIES
 from backend.schema.messages import Trouble
 
-LIGHTNING = {"base_shift": math.log(3), "max_shift": math.log(3), "shift_terminal": None}
-SCHEDULES = {"Qwen-Image": {}, "Qwen-Image-Lightning": LIGHTNING}
+SCHEDULES = {name: changes for family in FAMILIES for name, changes in family.DIFFSYNTH_SCHEDULES.items()}
 _CONTROL = "ControlNets are not read; pictures are drawn from text, input_image and edit_image"
 _TRAINING = "a training loop of one's own is not built from this; `python -m backend.training` and train.py train"
 ABSENT = {
     "ControlNetInput": _CONTROL,
-    "QwenImageBlockWiseControlNet": _CONTROL,
     "Annotator": "pictures are not annotated (edges, depth); give them ready made",
-    "QwenImageUnit_Image2LoRAEncode": "a LoRA is not made from pictures without training",
-    "QwenImageUnit_Image2LoRADecode": "a LoRA is not made from pictures without training",
     "merge_lora": "LoRAs are merged by `python -m backend lora merge`",
     "hash_state_dict_keys": "models are recognised by the names and shapes in their headers, not by a hash",
     "UnifiedDataset": _TRAINING,
@@ -23,17 +20,19 @@ ABSENT = {
     "FlowMatchSFTLoss": _TRAINING,
     "ModelLogger": _TRAINING,
     "launch_training_task": _TRAINING,
+    **{name: why for family in FAMILIES for name, why in family.DIFFSYNTH_ABSENT.items()},
 }
 
 
 class FlowMatchScheduler:
-    """The noise schedule of a template, for `pipe.scheduler = ...`: "Qwen-Image" is the model's own (its scheduler_config.json),
-    "Qwen-Image-Lightning" shifts all sizes by log 3 and does not stretch the end (lightx2v's distilled models).
+    """The noise schedule of a template (a family's `DIFFSYNTH_SCHEDULES`), for `pipe.scheduler = ...`; the first is the model's own, of its
+    scheduler_config.json, and what is meant where none is named.
 
     `changes`: of the scheduler's configuration. Raises Trouble for another template.
     """
 
-    def __init__(self, template: str = "Qwen-Image"):
+    def __init__(self, template: str | None = None):
+        template = next(iter(SCHEDULES)) if template is None else template
         if template not in SCHEDULES:
             raise Trouble(
                 "bad_value",

@@ -87,6 +87,16 @@ TITLE = "Qwen-Image"
 WORDS = ("qwen-image", "qwen_image", "qwenimage")  # how metadata of LoRA files names it, in lower case
 
 PIPELINE = "QwenImagePipeline"
+DIFFSYNTH_SCHEDULES = {
+    "Qwen-Image": {},
+    # lightx2v's distilled models: all sizes are shifted by log 3, and the end is not stretched
+    "Qwen-Image-Lightning": {"base_shift": math.log(3), "max_shift": math.log(3), "shift_terminal": None},
+}
+DIFFSYNTH_ABSENT = {
+    "QwenImageBlockWiseControlNet": "ControlNets are not read; pictures are drawn from text, input_image and edit_image",
+    "QwenImageUnit_Image2LoRAEncode": "a LoRA is not made from pictures without training",
+    "QwenImageUnit_Image2LoRADecode": "a LoRA is not made from pictures without training",
+}
 PIPELINE_DEFAULTS = {"num_inference_steps": 30}  # as a script for DiffSynth-Studio that names none means
 
 DRAWS = True
