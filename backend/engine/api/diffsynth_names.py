@@ -31,8 +31,7 @@ class FlowMatchScheduler:
     `changes`: of the scheduler's configuration. Raises Trouble for another template.
     """
 
-    def __init__(self, template: str | None = None):
-        template = next(iter(SCHEDULES)) if template is None else template
+    def __init__(self, template: str = next(iter(SCHEDULES))):
         if template not in SCHEDULES:
             raise Trouble(
                 "bad_value",
