@@ -225,6 +225,31 @@ def test_several_parts_in_one_config_each_get_their_layers(tiny_qwen, tmp_path):
     assert picture(pipe).shape == (64, 64, 3)
 
 
+def test_a_text_encoder_is_saved_with_its_vision_tower(tiny_qwen, tmp_path, method):
+    import torch
+
+    from backend.engine.quantization.layers import holds_quantized
+    from backend.pipelines import ModelConfig, QuantizeConfig, QwenImagePipeline, save_quantized_model
+
+    file = tmp_path / "encoder" / "model.safetensors"
+    whole = ModelConfig(path=tiny_qwen / "text_encoder", quantize=QuantizeConfig(method=method))
+    save_quantized_model(whole, file, "cpu")
+
+    def drawn(config) -> numpy.ndarray:
+        pipe = QwenImagePipeline.from_pretrained(
+            torch_dtype=torch.bfloat16,
+            device="cpu",
+            model_configs=[ModelConfig(path=tiny_qwen / "transformer"), config, ModelConfig(path=tiny_qwen / "vae")],
+            tokenizer_config=ModelConfig(path=tiny_qwen / "tokenizer"),
+        )
+        assert holds_quantized(pipe.text_encoder) == (config.quantize is not None)
+        return picture(pipe)
+
+    saved = QuantizeConfig(method=method, load_prequantized=True)
+    assert numpy.array_equal(drawn(ModelConfig(path=file, quantize=saved)), drawn(whole))
+    assert numpy.abs(drawn(ModelConfig(path=file)) - drawn(whole)).mean() < 3
+
+
 @pytest.mark.parametrize(
     ("said", "words"),
     [

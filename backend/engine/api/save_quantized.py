@@ -1,4 +1,4 @@
-"""A model's part quantized once and saved, to be loaded again with `load_prequantized`."""
+"""A model quantized once and saved, to be loaded again with `load_prequantized`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def save_quantized_model(
     device: str | torch.device = "auto",
     torch_dtype: torch.dtype = torch.bfloat16,
 ) -> str:
-    """Quantizes the one part that `model_config` names, as its `quantize` says, and writes it to `output_path` (.safetensors), with the
+    """Quantizes what `model_config` names, as its `quantize` says, and writes it to `output_path` (.safetensors), with the
     config.json of the part beside it where none is there. What is not quantized is saved in `torch_dtype`. Returns the file's sha256.
 
     Such a file is a model as any other: it is recognised by its header, and read without `quantize` too (dequantized then). Raises Trouble.
@@ -38,18 +38,14 @@ def save_quantized_model(
     if path.suffix.lower() != ".safetensors":
         raise Trouble("bad_value", f"{path.name} does not end in .safetensors, so no program would find it.")
     spec = identify_files(expanded(model_config.files()), families.FAMILIES)
-    if len(spec.parts) != 1:
-        raise Trouble(
-            "bad_value",
-            f"The files hold {len(spec.parts)} parts ({', '.join(spec.parts)}), and one is saved at a time.",
-            hint="Name the files of one of them.",
-        )
-    part = next(iter(spec.parts.values()))
-    if path.resolve() in {file.resolve() for file in part.files}:
+    if path.resolve() in {file.resolve() for part in spec.parts.values() for file in part.files}:
         raise Trouble("bad_value", f"{path} is the model itself.", hint="Save it under another name.")
-    check_finite.check(part)
-    write_quantized(
-        part, model_config.quantize, path, dtype=torch_dtype, device=device_memory.check_device(str(device))
-    )
+    loading = model_config.loading(spec.parts)
+    parts = {name: (part, loading[name].quantize if name in loading else None) for name, part in spec.parts.items()}
+    if not any(config for _, config in parts.values()):
+        raise Trouble("bad_value", "None of the files' layers is one that `quantize` names.")
+    for part in spec.parts.values():
+        check_finite.check(part)
+    write_quantized(parts, path, dtype=torch_dtype, device=device_memory.check_device(str(device)))
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

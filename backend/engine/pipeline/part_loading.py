@@ -166,7 +166,7 @@ def place_packed(pipeline, name: str, tell: Tell) -> None:
         own = Path(tempfile.mkdtemp(dir=folder, prefix=f"{name}-"))
         weakref.finalize(pipeline, shutil.rmtree, own, ignore_errors=True)
         file = own / f"{name}.safetensors"
-        write_quantized(part, config, file, dtype=pipeline.dtype, device=pipeline.device, on_bytes=tell)
+        write_quantized({name: (part, config)}, file, dtype=pipeline.dtype, device=pipeline.device, on_bytes=tell)
         part = read_quantized(part, file)
         pipeline.spec = replace(pipeline.spec, parts={**pipeline.spec.parts, name: part})
         pipeline.adapters.specs[name] = part
