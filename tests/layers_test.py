@@ -42,6 +42,7 @@ LEVELS = (
     ("backend.families",),
     ("backend.catalog.hub",),
     ("backend.planner.costs",),
+    ("backend.planner.rules",),
     ("backend.planner",),
     ("backend.dataset",),
     ("backend.commands",),

@@ -24,11 +24,11 @@ from backend.catalog.spec import ModelSpec
 from backend.commands import plan_report as report
 from backend.dataset.look_ahead import look_ahead
 from backend.planner import page_estimate, suggestions, what_fits
-from backend.planner.check_training import check_training
 from backend.planner.costs.device_speed import Speed, source_of, what_if
 from backend.planner.costs.layout import Work
 from backend.planner.costs.model_sizes import ModelSizes, sizes_of
 from backend.planner.plan import fixed_of, known_of_changed, plan, surely_fits
+from backend.planner.rules.check_training import check_training
 from backend.planner.workload import work_of_defaults
 from backend.schema import settings as knobs
 from backend.schema.json_values import whole

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from backend.dataset.captions import lines_of
 from backend.dataset.dataset import Dataset, FileEntry, read_dataset, read_folder
-from backend.dataset.extra_inputs import EDIT
 from backend.dataset.reference_images import sample_pictures
-from backend.planner.check_training import check_files
+from backend.planner.rules.check_training import check_files, file_troubles
+from backend.planner.rules.input_rules import EDIT
 from backend.schema.messages import Trouble
+from backend.schema.training.config import TrainingConfig
 from backend.schema.untrusted import is_file, is_folder
 from backend.system.text_files import listed
 
@@ -39,6 +40,17 @@ def look(config, *, index: Path) -> Dataset | None:
         data = read_data(config, index=index, edits=asks_edits(section))
     sample_pictures(config.samples, lines_of(config.samples.sample_prompts))
     return data
+
+
+def named_troubles(config: TrainingConfig) -> list[Trouble]:
+    """What is wrong with the files that a run's settings name besides its dataset: LoRAs, and pictures that samples are edited from."""
+    found = list(file_troubles(config.lora))
+    try:
+        sample_pictures(config.samples, lines_of(config.samples.sample_prompts))
+    except Trouble as trouble:
+        trouble.setting = "sample_edit_images"
+        found.append(trouble)
+    return found
 
 
 def asks_edits(section) -> bool:

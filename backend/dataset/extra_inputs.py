@@ -8,105 +8,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from backend.catalog.family import Family
-from backend.catalog.models.capabilities import edits
-from backend.catalog.models.supported import check_trains
-from backend.catalog.spec import ModelSpec
 from backend.schema.messages import Trouble
-from backend.system.text_files import listed
-
-EDIT = "edit_image"  # the column of pictures that a sample is edited from
-DISTILL = ("seed", "rand_device", "num_inference_steps", "cfg_scale")
+from backend.schema.training.config import TrainingConfig
 
 
-def check_flags(config, family: Family, spec: ModelSpec) -> None:
-    """Raises Trouble for a flag whose meaning the model or the task has not, so that none is without effect."""
-    title, frames, editing = spec.title, config.dataset.num_frames, edits(spec, family)
-    check_trains(family, title=title)
-    if frames is not None and frames > 1 and family.sizes(spec.variant).frame_compression == 1:
-        raise Trouble(
-            "bad_value",
-            f"{title} makes single pictures, so there are no {frames} frames to train (--num_frames).",
-            hint="Leave --num_frames out.",
-        )
-    if not editing:
-        _check_no_edits(config, spec, family)
-    elif config.prior.regularisation_path:
-        raise Trouble(
-            "bad_value",
-            f"The pictures of a plain folder (--regularisation_path) are edited from nothing, and {title} edits.",
-            hint="Let the untouched model edit the dataset's with --prior_pictures.",
-        )
-    if config.model.zero_cond_t and "dit" in spec.parts and not spec.parts["dit"].config.get("zero_cond_t"):
-        raise Trouble(
-            "bad_value",
-            f"{title} does not take pictures to edit as free of noise (--zero_cond_t).",
-            hint="Leave --zero_cond_t out: what a model needs is read from its files.",
-        )
+def check_processes(config: TrainingConfig) -> None:
+    """Raises Trouble where other than as many processes were started as devices are to train."""
     devices, processes = config.training.devices, int(os.environ.get("WORLD_SIZE", "1"))
     if devices not in (1, processes):
         raise Trouble(
             "bad_value",
-            f"{devices} devices are to train (--devices), but {processes} "
-            f"{'process was' if processes == 1 else 'processes were'} "
+            f"{devices} devices are to train (--devices), but {processes} {'process was' if processes == 1 else 'processes were'} "
             "started.",
             hint=f"accelerate launch --multi_gpu --num_processes {devices} -m backend.training …",
+            setting="devices",
         )
-    for name in listed(config.dataset.extra_inputs):
-        if name == EDIT and editing:
-            continue
-        _check_extra(name, config.training.task, title)
-
-
-def _check_no_edits(config, spec: ModelSpec, family: Family) -> None:
-    """Raises Trouble for what only a model that edits can take."""
-    title = spec.title
-    if EDIT in listed(config.dataset.extra_inputs) and "dit" not in spec.parts:
-        raise Trouble(
-            "missing_part",
-            (
-                f"How the pictures under {EDIT} are to be encoded is told by the model's transformer, which is not "
-                "among the files."
-            ),
-            hint="Name its files too; the first of two stages does not load them.",
-        )
-    if config.model.processor_path:
-        raise Trouble(
-            "bad_value",
-            f"{title} is trained on text alone here; it has no processor of pictures (--processor_path).",
-            hint="Leave --processor_path out; the tokenizer is --tokenizer_path.",
-        )
-    if EDIT in listed(config.dataset.extra_inputs):
-        raise Trouble(
-            "bad_value",
-            (
-                f"{title} makes pictures of text alone, so it cannot be trained to edit the pictures under {EDIT} "
-                "(--extra_inputs)."
-            ),
-            hint=f"{family.EDIT_HINT} Or leave --extra_inputs out.",
-        )
-    if config.samples.sample_edit_images.strip():
-        raise Trouble(
-            "bad_value",
-            f"{title} makes pictures of text alone; its samples are drawn from no others (--sample_edit_images).",
-            hint="Leave --sample_edit_images out.",
-        )
-
-
-def _check_extra(name: str, task: str, title: str) -> None:
-    if name in DISTILL:
-        if not task.startswith("direct_distill"):
-            raise Trouble(
-                "bad_value",
-                f"The column {name} (--extra_inputs) says how a picture was drawn, which the task {task} does not use.",
-                hint="Set --task direct_distill, or leave it out.",
-            )
-        return
-    raise Trouble(
-        "not_supported",
-        f"{title} cannot be trained with the input {name} here (--extra_inputs).",
-        hint=f"What can be taken: {EDIT} by models that edit, and {', '.join(DISTILL)} with --task direct_distill.",
-    )
 
 
 def check_steps(steps: Iterable[int | None], batch_size: int) -> None:

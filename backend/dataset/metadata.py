@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backend.dataset.captions import check_caption
-from backend.dataset.extra_inputs import EDIT, read_steps
+from backend.dataset.extra_inputs import read_steps
+from backend.planner.rules.input_rules import EDIT
 from backend.schema.json_values import parse_json
 from backend.schema.messages import Trouble
 from backend.schema.untrusted import is_file, read_bytes

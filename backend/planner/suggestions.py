@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from backend.planner.costs.layout import Work
 from backend.planner.costs.model_sizes import ModelSizes, published
-from backend.planner.workload import STATE_BYTES
+from backend.planner.costs.optimizers import OPTIMIZERS, optimizer_of
 from backend.schema.memory_plan import GIB, Card, Remedy
 from backend.schema.preferences import Preferences
 from backend.schema.request import GenerationRequest
@@ -293,7 +293,7 @@ def _smaller_work(job: Work, *, video: bool) -> Iterator[Idea]:
 
 def _training(sizes: ModelSizes, state: State) -> Iterator[Idea]:
     values = to_values(state.job)
-    full = bool((values.get("trainable_models") or "").strip())
+    full = bool(state.job.trained_parts)
     yield from _fewer_extras(values)
     yield from _allowing(state, ("allow_8bit_optimizer",) if full else ("allow_fp8", "allow_8bit_optimizer"))
     yield from _batches(values)
@@ -305,7 +305,7 @@ def _training(sizes: ModelSizes, state: State) -> Iterator[Idea]:
         )
     yield from _optimizers(values)
     if not full:
-        yield from _adapters(sizes, values)
+        yield from _adapters(sizes, values, state.job.adapter_part)
     yield from _areas(sizes, values)
     yield from _more_ram(state)
     if full:
@@ -349,7 +349,8 @@ def _batches(values: dict) -> Iterator[Idea]:
 
 def _optimizers(values: dict) -> Iterator[Idea]:
     name = values["customized_optimizer"].strip().lower().rpartition(".")[2]
-    if STATE_BYTES.get(name, 8.0) > STATE_BYTES["adafactor"]:
+    row = optimizer_of(name) or OPTIMIZERS["adamw"]
+    if row.state_bytes > OPTIMIZERS["adafactor"].state_bytes:
         yield setting(
             ("adafactor",),
             lambda value: f"the optimizer {value} instead of {name or 'adamw'}",
@@ -357,7 +358,7 @@ def _optimizers(values: dict) -> Iterator[Idea]:
         )
 
 
-def _adapters(sizes: ModelSizes, values: dict) -> Iterator[Idea]:
+def _adapters(sizes: ModelSizes, values: dict, name: str) -> Iterator[Idea]:
     rank, alpha = values["lora_rank"], values.get("lora_alpha")
     ranks = [one for one in (1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4) if one < rank]
     if ranks and not values.get("lora_checkpoint"):  # whose rank it is
@@ -366,7 +367,7 @@ def _adapters(sizes: ModelSizes, values: dict) -> Iterator[Idea]:
             lambda value: f"rank {value} instead of {rank}",
             lambda value: {"lora_rank": value} | ({"lora_alpha": alpha * value / rank} if alpha else {}),
         )
-    part = sizes.parts.get(values.get("lora_base_model") or "dit")
+    part = sizes.parts.get(name)
     known = published()["networks"].get(part.kind if part else "", {})
     wanted = values["lora_target_modules"].strip()
     if "attention" in known.get("lora", {}) and "attention" not in (wanted, known.get("means", {}).get(wanted)):

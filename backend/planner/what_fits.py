@@ -105,8 +105,7 @@ def _largest_batch(state: State, fits: Fits) -> Answer:
 
 
 def _largest_rank(state: State, fits: Fits) -> Answer | None:
-    values = to_values(state.job)
-    if (values.get("trainable_models") or "").strip() and not (values.get("lora_base_model") or "").strip():
+    if state.job.adapter_part is None:
         return None
     limit = next(int(one.high) for one in knobs_of(type(state.job)) if one.name == "lora_rank")
     most = _most(range(1, limit + 1), state, lambda rank: {"lora_rank": rank}, fits)

@@ -16,27 +16,28 @@ class Trouble(Exception):
     """Something that a person must hear about, in words that help.
 
     `kind` is a short stable word for programs ("missing_file", "out_of_memory", ...), `message` one sentence that names
-    what is wrong and with which value, `hint` what to do about it, `detail` the technical remainder (may be long).
+    what is wrong and with which value, `hint` what to do about it, `detail` the technical remainder (may be long),
+    `setting` the name of the setting that is to be changed, where it is one: a form says the sentence at its field.
     """
 
     path: Path | None = None  # the file that it is about, in a listing of files
 
-    def __init__(self, kind: str, message: str, *, hint: str = "", detail: str = ""):
+    def __init__(self, kind: str, message: str, *, hint: str = "", detail: str = "", setting: str = ""):
         super().__init__(message)
-        self.kind, self.message, self.hint, self.detail = kind, message, hint, detail
+        self.kind, self.message, self.hint, self.detail, self.setting = kind, message, hint, detail, setting
 
     def __str__(self) -> str:
         return f"{self.message} {self.hint}".strip()
 
     def __reduce__(self):
-        return (_rebuild_trouble, (self.kind, self.message, self.hint, self.detail))
+        return (_rebuild_trouble, (self.kind, self.message, self.hint, self.detail, self.setting))
 
     def to_values(self) -> dict[str, str]:
         return {"kind": self.kind, "message": self.message, "hint": self.hint, "detail": self.detail}
 
 
-def _rebuild_trouble(kind: str, message: str, hint: str, detail: str) -> Trouble:
-    return Trouble(kind, message, hint=hint, detail=detail)
+def _rebuild_trouble(kind: str, message: str, hint: str, detail: str, setting: str) -> Trouble:
+    return Trouble(kind, message, hint=hint, detail=detail, setting=setting)
 
 
 def trouble_from_values(values: dict) -> Trouble:

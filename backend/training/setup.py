@@ -13,13 +13,14 @@ from backend.dataset.bucket_sampler import Batch
 from backend.dataset.check_inputs import asks_edits, read_data
 from backend.dataset.crops import losses
 from backend.dataset.dataset import Dataset
-from backend.dataset.extra_inputs import check_flags, check_steps
+from backend.dataset.extra_inputs import check_processes, check_steps
 from backend.engine.lora.adapters import Adapters
 from backend.engine.offload import placement
 from backend.engine.quantization.config import QuantizeConfig
-from backend.planner.check_training import check_training, lora_part, trained_parts
 from backend.planner.costs.model_sizes import sizes_of
-from backend.schema.messages import Trouble
+from backend.planner.rules.check_training import check_training
+from backend.planner.rules.resolve_training import ResolvedTraining
+from backend.schema.training.config import TrainingConfig
 from backend.training.checkpoint.reporter import Reporter
 from backend.training.encoding import encoded_dataset
 from backend.training.encoding.cache_key import encoder_key, folder_digest
@@ -38,8 +39,8 @@ from backend.training.encoding.sample_source import Source, worded
 from backend.training.model import fsdp
 from backend.training.model.base_model import DTYPES, Base, find_base, load_parts
 from backend.training.model.frozen_weights import Kept, keeping, without_effect
-from backend.training.model.peft_adapters import Adapter, add_adapter, load_file_adapter
-from backend.training.model.quantization import read_options
+from backend.training.model.peft_adapters import add_adapter, load_file_adapter
+from backend.training.model.quantization import configs_of
 from backend.training.model.tokenizers import processor_folder, tokenizer_folders
 from backend.training.model.training_module import Learner, may_use_cpu_attention, named_trainable
 from backend.training.optim.cpu_offload import Beside
@@ -53,7 +54,7 @@ class Loader:
     """Loads parts when they are first asked for, each once."""
 
     base: Base
-    trained: tuple[str, ...]
+    resolved: ResolvedTraining
     kept: Mapping[str, Kept]
     quantized: Mapping[str, QuantizeConfig]
     split_bytes: int | None
@@ -85,7 +86,7 @@ class Loader:
         made = load_parts(
             self.base,
             missing,
-            trained=self.trained if to_train else (),
+            trained=self.resolved.trained if to_train else (),
             dtype=self.dtype,
             device=self.device,
             kept=self.kept,
@@ -143,7 +144,7 @@ def set_up(
     load = make_loader(config, accelerator, folder)
     source = make_source(config, load, accelerator, reporter, index=index, known=known)
     reporter.phase("loading", 1, 2)
-    learner, adapter = make_learner(config, load, source)
+    learner = make_learner(config, load, source)
     if fsdp.asked():
         learner.casts = True
         fsdp.spread(learner, accelerator)
@@ -171,11 +172,10 @@ def set_up(
         model=model,
         optimizers=optimizers,
         weights=weights,
-        adapter=adapter,
         mean=Mean(weights, config.training.ema_decay) if config.training.ema_decay else None,
         beside=beside,
         vae=load(["vae"])["vae"] if config.samples.sample_prompts.strip() else None,
-        trained=load.trained,
+        resolved=load.resolved,
         device=load.device,
         dtype=load.dtype,
     )
@@ -185,16 +185,20 @@ def make_loader(config, accelerator, folder: Path) -> Loader:
     """Finds the base and decides how its parts are kept. Raises Trouble for whatever the run in `folder` could not be carried out with."""
     with accelerator.main_process_first():  # one downloads what is missing, the others find it
         base = find_base(config.model)
-    check_flags(config, base.family, base.spec)
-    trained, part, device = trained_parts(config), lora_part(config), accelerator.device
-    check_training(
-        config, sizes_of(base.spec), base.family, spec=base.spec, known=tuple(filter(None, base.entries.values()))
+    check_processes(config)
+    device, dtype = accelerator.device, DTYPES[config.training.mixed_precision]
+    resolved = check_training(
+        config,
+        sizes_of(base.spec),
+        base.family,
+        spec=base.spec,
+        known=tuple(filter(None, base.entries.values())),
+        device=device.type,
     )
-    check_optimizer(config.training, [*trained, *([part] if part else [])])
-    dtype = _dtype(config, device)
-    rehearse(config, base, folder)
-    quantized = read_options(config.model.quant_options, base.spec.parts)
-    kept = keeping(config.model, config.memory, base.spec.parts, trained=trained, device=device, dtype=dtype)
+    check_optimizer(config.training, config.parts_that_train)
+    rehearse(config, resolved, base, folder)
+    quantized = configs_of(resolved.parts)
+    kept = keeping(resolved.parts, device=device, dtype=dtype)
     fsdp.check(config, kept=kept, quantized=quantized)
     split = config.memory.cpu_offload_split_threshold
     words, digest = tokenizer_folders(config.model, base), ""
@@ -204,7 +208,7 @@ def make_loader(config, accelerator, folder: Path) -> Loader:
         readers["processor"], digest = processor_of(looks, base, pixels=config.dataset.edit_pixels)
     return Loader(
         base=base,
-        trained=trained,
+        resolved=resolved,
         kept=kept,
         quantized=quantized,
         split_bytes=None if split is None else split * 2**20,
@@ -213,7 +217,7 @@ def make_loader(config, accelerator, folder: Path) -> Loader:
         through_ram=config.model.initialize_model_on_cpu,
         readers=readers,
         tokenizer_digests=tuple(map(folder_digest, words.values())),
-        preset=_preset(config.lora),
+        preset=(config.preset_part, Path(config.lora.preset_lora_path)) if config.preset_part else None,
         processor_digest=digest,
     )
 
@@ -230,10 +234,10 @@ def make_source(
 ) -> Source:
     """What is trained on, encoded. `known`: the dataset as `early.look` has read it. `into`: encodings go to that folder, for a later run."""
     reporter.phase("caching")
-    if unused := without_effect(config.model, config.memory, load.base.spec.parts, device=load.device):
+    if unused := without_effect(load.resolved.parts, device=load.device):
         reporter.note(unused)
     encoders = encoders_of(load.base)
-    trains_text = bool({*load.trained, lora_part(config)} & set(encoders))
+    trains_text = bool({*load.resolved.trains} & set(encoders))
     wishes = _wishes(accelerator, reporter, load, trains_text=trains_text)
     if config.training.task.endswith(":train"):
         source = encoded_dataset.read(Path(config.dataset.dataset_base_path), load.base, config)
@@ -259,12 +263,13 @@ def make_source(
     return source
 
 
-def make_learner(config, load: Loader, source: Source) -> tuple[Learner, Adapter | None]:
+def make_learner(config: TrainingConfig, load: Loader, source: Source) -> Learner:
     """The module that trains, with its adapter; encoders that are no longer needed are dropped first."""
-    needed = _needed(config, load, source)
+    source.trained = load.resolved.trains
+    needed = _needed(load, source)
     merging = load.preset[0] if load.preset and load.preset[0] == "dit" else None
     rounded = {merging} & set(load.quantized)  # a LoRA is merged into full weights, before they are rounded
-    load.drop_all_but(set(needed) - set(load.trained) - rounded)
+    load.drop_all_but(set(needed) - set(load.resolved.trained) - rounded)
 
     def merge(name: str, module: torch.nn.Module) -> None:
         if name == merging:
@@ -279,7 +284,7 @@ def make_learner(config, load: Loader, source: Source) -> tuple[Learner, Adapter
     if merging and not rounded:
         merge(merging, parts[merging])
     learner = Learner(load.base.family, parts, readers=load.readers, dtype=load.dtype)
-    adapter = _make_trainable(learner, config, load.base, load.trained, lora_part(config))
+    _make_trainable(learner, config, load.resolved)
     memory = config.memory
     if memory.use_gradient_checkpointing or memory.use_gradient_checkpointing_offload:
         from backend.training.model.activation_checkpointing import turn_on
@@ -287,13 +292,13 @@ def make_learner(config, load: Loader, source: Source) -> tuple[Learner, Adapter
         for module in parts.values():
             turn_on(module, offload=memory.use_gradient_checkpointing_offload)
     torch.manual_seed(config.training.seed)
-    return learner, adapter
+    return learner
 
 
-def _needed(config, load: Loader, source: Source) -> list[str]:
+def _needed(load: Loader, source: Source) -> list[str]:
     """The parts of a step: the network that trains, or that the gradient comes through, and text encoders where prompts are not encoded yet."""
     networks = load.base.family.parts_of("denoise", load.base.spec.variant)
-    trains = [name for name in networks if name in (*load.trained, lora_part(config))]
+    trains = [name for name in networks if name in load.resolved.trains]
     encoders = [] if source.texts is not None else encoders_of(load.base, pictures=bool(source.references))
     return [*(trains[:1] or networks[:1]), *encoders]
 
@@ -304,17 +309,6 @@ def _use_cpu_attention(base: Base, parts: dict[str, torch.nn.Module], source: So
     tokens //= family.sizes(base.spec.variant).pixels_per_token
     module = next(parts[name] for name in family.parts_of("denoise", base.spec.variant) if name in parts)
     return may_use_cpu_attention(family, module, tokens=tokens) and family.use_cpu_attention(module)
-
-
-def _preset(lora) -> tuple[str, Path] | None:
-    """The part that the preset LoRA goes into, and its file, if there is one."""
-    return (lora.preset_lora_model or "dit", Path(lora.preset_lora_path)) if lora.preset_lora_path else None
-
-
-def _dtype(config, device: torch.device) -> torch.dtype:
-    if config.training.mixed_precision == "fp16" and device.type == "cpu":
-        raise Trouble("bad_value", "Mixed precision fp16 does not train on a CPU.", hint="Use bf16 or no.")
-    return DTYPES[config.training.mixed_precision]
 
 
 def _wishes(accelerator, reporter: Reporter, load: Loader, *, trains_text: bool) -> Wishes:
@@ -331,23 +325,23 @@ def _wishes(accelerator, reporter: Reporter, load: Loader, *, trains_text: bool)
     )
 
 
-def _make_trainable(learner: Learner, config, base: Base, trained: tuple[str, ...], part: str | None) -> Adapter | None:
+def _make_trainable(learner: Learner, config: TrainingConfig, resolved: ResolvedTraining) -> None:
+    """Freezes everything but what trains; adds the adapter, and begins it from a file where one is named."""
     learner.requires_grad_(False)
-    adapter = None
-    if part:
+    adapter = resolved.adapter
+    if adapter:
         torch.manual_seed(config.training.seed)
-        adapter = add_adapter(learner.parts[part], config.lora, base.family, part=part)
+        add_adapter(learner.parts[adapter.part], adapter)
         if config.lora.lora_checkpoint:
-            _begin_from(learner, adapter, Path(config.lora.lora_checkpoint))
-    for name in trained:
+            load_file_adapter(adapter, named_trainable(learner), Path(config.lora.lora_checkpoint))
+    for name in resolved.trained:
         learner.parts[name].requires_grad_(True)
-    if part:
+    if adapter:
         from backend.engine.lora.low_memory_linear import computes_alone
 
         learner.lean = computes_alone(learner.parts[learner.part])
     for name, module in learner.parts.items():
-        module.train(name in trained or name == part)
-    return adapter
+        module.train(name in resolved.trains)
 
 
 def _without_gradient(learner: Learner, source: Source, config, accelerator) -> list[str]:
@@ -365,7 +359,3 @@ def _without_gradient(learner: Learner, source: Source, config, accelerator) -> 
     learner.zero_grad(set_to_none=True)
     torch.set_rng_state(state)
     return names
-
-
-def _begin_from(learner: Learner, adapter: Adapter, path: Path) -> None:
-    load_file_adapter(adapter, named_trainable(learner), path)

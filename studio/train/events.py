@@ -17,7 +17,17 @@ from studio.panels import memory_estimate, run_status
 from studio.state.context import Studio
 from studio.state.saved_forms import training_file, with_known, write_config
 from studio.train import applied_plan, dataset_captions, presets
-from studio.train.tab import Train, check_run, command_of, drawn_editor, plan_of, remembered, set_values
+from studio.train.tab import (
+    Train,
+    check_run,
+    command_of,
+    drawn_editor,
+    faults_of,
+    plan_of,
+    remembered,
+    set_values,
+    troubles_of_run,
+)
 from studio.widgets import form
 from studio.widgets.field_sync import QUIET, ask, edited, unchanged
 from studio.widgets.formatting import faults_style, notice, trouble_notice
@@ -53,7 +63,9 @@ def _wire_form(studio: Studio, tab: Train, ui: gr.BrowserState, redraw: Callable
             said = str(not_written("The form", error))
             return command_of(config), gr.skip(), gr.skip(), faults_style({"name": said}, prefix="set-")
         preset = presets.matching(config, presets.presets(studio.places))
-        return command_of(config), plan_of(studio, config, choice["card"]), preset, ""
+        wrong = troubles_of_run(studio, config)
+        plan = plan_of(studio, config, choice["card"], wrong=wrong)
+        return command_of(config), plan, preset, faults_of(tab, wrong)
 
     typed = [part for name, part in tab.form.controls.items() if name != "dataset_base_path"]
     tab.keeping.keep(changed, typed, [ui], fields, [tab.command, tab.plan, tab.preset, tab.faults])

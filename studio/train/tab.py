@@ -8,9 +8,9 @@ from pathlib import Path
 
 import gradio as gr
 
-from backend.catalog.models.supported import check_trains
+from backend.dataset.check_inputs import named_troubles
 from backend.host.runs import runs
-from backend.planner.check_training import check_files, check_training
+from backend.planner.rules.check_training import troubles_of
 from backend.schema.messages import Trouble
 from backend.schema.settings import knobs_of, to_values
 from backend.schema.training.config import TrainingConfig
@@ -25,7 +25,7 @@ from studio.train.caption_editor import SCRIPT, editor
 from studio.widgets import form, svg
 from studio.widgets.field_sync import Keeping, keeping
 from studio.widgets.form import Form
-from studio.widgets.formatting import trouble_notice
+from studio.widgets.formatting import faults_style, trouble_notice
 
 ESSENTIAL = ("name", "trigger_word", "lora_rank", "learning_rate", "num_epochs", "max_steps", "sample_prompts")
 RUN_BUTTONS = {
@@ -67,7 +67,7 @@ class Train:
     @property
     def others(self) -> list:
         """What `fill_remembered` has updates for besides the form's controls."""
-        return [self.command, self.editor, self.page, self.preset]
+        return [self.command, self.editor, self.page, self.preset, self.faults]
 
     @property
     def live_outputs(self) -> list:
@@ -240,7 +240,8 @@ def fill_remembered(studio: Studio, tab: Train) -> tuple[list, list]:
     )
     now = presets.matching(config, presets.presets(studio.places))
     choice = gr.update(choices=presets.choices(studio.places), value=now)
-    return values, [command_of(config), shown_editor(config, 0), 0, choice]
+    faults = faults_of(tab, troubles_of_run(studio, config))
+    return values, [command_of(config), shown_editor(config, 0), 0, choice, faults]
 
 
 def shown_editor(config: TrainingConfig, page: int) -> str:
@@ -305,32 +306,44 @@ def predicted_bytes(studio: Studio, run: runs.Run) -> int:
         return 0
 
 
-def plan_of(studio: Studio, config: TrainingConfig, what_if: str, asked: str = "") -> str:
-    """The estimate for a run; it offers to set what the plan wants otherwise than the form has it. `asked`: what of it was asked besides."""
+def plan_of(
+    studio: Studio, config: TrainingConfig, what_if: str, asked: str = "", *, wrong: Sequence[Trouble] | None = None
+) -> str:
+    """The estimate for a run; it offers to set what the plan wants otherwise than the form has it. `asked`: what of it was asked besides.
+    `wrong`: of `troubles_of_run`, where that was asked already."""
     try:
         found = memory_estimate.estimate(studio, config.model.model, config, what_if=what_if)
         told = memory_estimate.told(studio, config.model.model, config, what_if=what_if, asked=asked)
     except Trouble as trouble:
         return memory_estimate.no_panel(trouble)
-    now, refused = to_values(config), ""
-    try:
-        check_run(studio, config)
-    except Trouble as trouble:
-        refused = trouble_notice(trouble)
+    now, wrong = to_values(config), troubles_of_run(studio, config) if wrong is None else wrong
+    refused = trouble_notice(wrong[0]) if wrong else ""
     helps = found.plan.remedy
     settings = found.plan.settings | (helps.settings if helps is not None else {})
     fit = any(now.get(name) != value for name, value in settings.items())
     return memory_estimate.panel(found, what_if=what_if, fit=fit, refused=refused, refused_as="Not so", answers=told)
 
 
-def check_run(studio: Studio, config: TrainingConfig) -> None:
-    """Raises Trouble for what the trainer would refuse of `config`, as far as its model is known here."""
-    check_files(config.lora)
+def troubles_of_run(studio: Studio, config: TrainingConfig) -> list[Trouble]:
+    """All that the trainer would refuse of `config` for its settings and the headers of its files, as far as its model is known here."""
+    found = named_troubles(config)
     try:
         sizes, spec, _ = memory_estimate.sizes_of_model(studio, config.model.model)
     except Trouble:
-        return  # nothing is known of the model (yet): the run itself tells
+        return found  # nothing is known of the model (yet): the run itself tells
     family = next((one for one in studio.families if sizes.family == one.NAME), None)
-    if family is not None:
-        check_trains(family, title=sizes.title)
-        check_training(config, sizes, family, spec=spec)
+    if family is None:
+        return found
+    device = memory_estimate.this_card(studio).device
+    return [*found, *troubles_of(config, sizes, family, spec=spec, device=device)]
+
+
+def check_run(studio: Studio, config: TrainingConfig) -> None:
+    """Raises the first of `troubles_of_run`."""
+    for trouble in troubles_of_run(studio, config):
+        raise trouble
+
+
+def faults_of(tab: Train, wrong: Sequence[Trouble]) -> str:
+    """The sentences of `wrong` at the fields whose settings are to be changed."""
+    return faults_style(form.at_fields(tab.form, wrong), prefix="set-")

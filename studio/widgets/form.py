@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import gradio as gr
@@ -197,6 +198,22 @@ def faults(form: Form, values: Sequence) -> dict[str, str]:
             shown_label = form.controls[name].label or known[name].label
             found[name] = str(trouble).replace(f"{known[name].label} (--{name})", shown_label)
     return found
+
+
+def at_fields(form: Form, troubles: Iterable[Trouble]) -> dict[str, str]:
+    """The first sentence of `troubles` for each control that one names by its `setting`; settings are called as they are on the page."""
+    known = {item.name: item for item in knobs_of(form.cls)}
+    found: dict[str, str] = {}
+    for trouble in troubles:
+        if trouble.setting in form.controls and trouble.setting not in found:
+            found[trouble.setting] = _in_page_words(str(trouble), known)
+    return found
+
+
+def _in_page_words(text: str, known: dict[str, Knob]) -> str:
+    """A sentence of the command line without its flags: "(--name)" goes, "--name" becomes the label."""
+    text = re.sub(r" \(--\w+\)", "", text)
+    return re.sub(r"--(\w+)", lambda flag: f"“{known[flag[1]].label}”" if flag[1] in known else flag[0], text)
 
 
 def changes(form: Form, wanted: dict[str, object]) -> list:

@@ -16,10 +16,10 @@ from backend.planner.costs.device_speed import what_if
 from backend.planner.costs.model_sizes import published, sizes_of, tables
 from backend.planner.costs.phase_costs import evaluate, point_of
 from backend.planner.costs.required_traces import is_guess, missing
-from backend.planner.costs.training_method import Method, method_of, method_of_values
+from backend.planner.costs.training_method import Method, method_of, method_of_config
 from backend.planner.plan import work_of
 from backend.schema.paths import ASSETS
-from backend.schema.settings import from_values, to_values
+from backend.schema.settings import from_values
 from backend.schema.training.config import TrainingConfig
 
 TOKENIZER = ASSETS / "starter" / "tokenizer"
@@ -71,10 +71,8 @@ def test_methods_have_words():
         Method("loha", 0, True, 2),
     ):
         assert method_of(method.word) == method
-    values = to_values(
-        from_values(TrainingConfig, {"lora_algorithm": "rslora", "task": "direct_distill", "distill_steps": 3})
-    )
-    assert method_of_values(values).word == "lora+3"
+    config = from_values(TrainingConfig, {"lora_algorithm": "rslora", "task": "direct_distill", "distill_steps": 3})
+    assert method_of_config(config).word == "lora+3"
 
 
 @pytest.mark.torch

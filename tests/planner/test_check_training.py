@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from backend.catalog.hub.part_entries import means, parts_meant
 from backend.catalog.models.identify import identify_model
 from backend.families import FAMILIES, qwen_image
-from backend.planner.check_training import check_training
 from backend.planner.costs.model_sizes import sizes_of
+from backend.planner.rules.check_training import check_training
 from backend.schema.messages import Trouble
 from backend.schema.settings import from_flags
 from backend.schema.training.config import TrainingConfig

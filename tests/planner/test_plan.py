@@ -24,7 +24,7 @@ from backend.planner.costs.layout import Work
 from backend.planner.costs.model_sizes import known_models, sizes_of
 from backend.planner.page_estimate import estimate_for_page, what_if_cards
 from backend.planner.plan import budget_of, plan, plan_here
-from backend.planner.workload import idle_numel, lora_size, work_of_defaults
+from backend.planner.workload import idle_numel, work_of_defaults, work_of_training
 from backend.schema import settings
 from backend.schema.memory_plan import VramConfig
 from backend.schema.messages import Trouble
@@ -495,7 +495,10 @@ def test_a_part_alone_and_a_module_outside_the_blocks_are_planned(capsys):
     main(["loft/starter", "--cards", "8"])  # an id that is on this machine
     assert capsys.readouterr().out.count("\n") == 3
     with_outside, without = (
-        lora_size(sizes_of("Qwen-Image").parts["dit"], names, 4)[1] for names in ("img_in,to_q", "to_q")
+        work_of_training(
+            TrainingConfig(lora=LoraSection(lora_target_modules=names, lora_rank=4)), sizes_of("Qwen-Image")
+        )[0].trained_numel
+        for names in ("img_in,to_q", "to_q")
     )
     assert with_outside - without == 4 * (64 + 3072)
 

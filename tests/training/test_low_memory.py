@@ -277,12 +277,13 @@ def test_methods_say_what_they_lack(tiny_qwen: Path, monkeypatch):
 
     from backend.catalog.models.identify import identify_model
     from backend.families import FAMILIES, qwen_image
-    from backend.planner.check_training import check_training
     from backend.planner.costs.model_sizes import sizes_of
+    from backend.planner.rules.check_training import check_training
+    from backend.planner.rules.resolve_training import resolve
     from backend.schema.messages import Trouble
     from backend.schema.settings import from_values
     from backend.schema.training.config import TrainingConfig
-    from backend.training.model.quantization import read_options
+    from backend.training.model.quantization import configs_of
 
     spec = identify_model(tiny_qwen, FAMILIES)
 
@@ -302,9 +303,10 @@ def test_methods_say_what_they_lack(tiny_qwen: Path, monkeypatch):
         shutil.copy(spec.parts["dit"].files[0], shard)
     tensors = list(spec.parts["dit"].tensors.items())
     split = {name: replace(at, file=shards[place % 2]) for place, (name, at) in enumerate(tensors)}
-    parts = {"dit": replace(spec.parts["dit"], tensors=split)}
+    spec = replace(spec, parts={"dit": replace(spec.parts["dit"], tensors=split)})
     text = f'["{shards[0]}", "{shards[1]}"]:int8/to_q,to_k'
-    found = read_options(text, parts)
+    config = from_values(TrainingConfig, {"quant_options": text})
+    found = configs_of(resolve(config, sizes_of(spec), spec=spec).parts)
     assert (found["dit"].method, found["dit"].exclude_modules) == ("int8", ["to_q", "to_k"])
     for shard in shards:
         shard.unlink()

@@ -77,14 +77,28 @@ def test_a_preset_lora_is_in_the_base_and_not_in_the_result(run_training, events
     assert all("lora_" in name for name in first)
 
 
+def put_adapter(module: torch.nn.Module, config: TrainingConfig):
+    """The adapter that `config` asks for, in `module` as a transformer."""
+    from backend.families import qwen_image
+    from backend.planner.rules.resolve_training import resolve_adapter
+    from backend.training.model.peft_adapters import add_adapter
+
+    linear = {name: one for name, one in module.named_modules() if isinstance(one, torch.nn.Linear)}
+    layers = {name: (one.out_features, one.in_features) for name, one in linear.items()}
+    adapter, troubles = resolve_adapter(config.lora, layers, qwen_image, part="dit")
+    assert not troubles
+    add_adapter(module, adapter)
+    return adapter
+
+
 @pytest.mark.parametrize("kind", ["dora", "rslora", "loha", "lokr", "oft"])
 def test_other_adapters_are_read_back(run_training, tmp_path: Path, tiny_qwen: Path, kind: str):
     """By the library and by the engine, whose layers then answer as those that were trained, to the rounding of what is saved."""
     from backend.catalog.models.identify import identify_lora, identify_model
     from backend.engine.loading.load import load_part
     from backend.engine.lora import adapters
-    from backend.families import FAMILIES, qwen_image
-    from backend.training.model.peft_adapters import add_adapter, load_adapter
+    from backend.families import FAMILIES
+    from backend.training.model.peft_adapters import load_adapter
 
     flags = ("--lora_algorithm", kind, "--lora_target_modules", "to_q,to_k", "--learning_rate", 0.05)
     assert run_training(tmp_path / "run", *BASE, *flags) == 0
@@ -93,7 +107,7 @@ def test_other_adapters_are_read_back(run_training, tmp_path: Path, tiny_qwen: P
     part = identify_model(tiny_qwen, FAMILIES).parts["dit"]
     trained, loaded = (load_part(part, dtype=torch.float32) for _ in range(2))
     config = from_values(TrainingConfig, {"lora_algorithm": kind, "lora_target_modules": "to_q,to_k", "lora_rank": 4})
-    adapter = add_adapter(trained, config.lora, qwen_image, part="dit")
+    adapter = put_adapter(trained, config)
     named = {f"dit.{name}": weight for name, weight in trained.named_parameters() if weight.requires_grad}
     load_adapter(adapter, named, load_file(file))
     plain = loaded.transformer_blocks[0].attn.to_q(torch.ones(1, 48))
@@ -153,14 +167,13 @@ def test_an_oft_says_how_it_is_meant_and_peft_reads_it_equal(run_training, tmp_p
 
 def test_a_lora_to_begin_from_is_read_as_it_is_meant(tmp_path: Path):
     """Its alpha from PEFT's configuration, its 8-bit factors times their scales, one module under two names once."""
-    from backend.families import qwen_image
-    from backend.training.model.peft_adapters import add_adapter, load_file_adapter
+    from backend.training.model.peft_adapters import load_file_adapter
 
     def begin(tensors: dict, alpha: float) -> torch.Tensor:
         save_file(tensors, tmp_path / "adapter_model.safetensors")
         module = torch.nn.Sequential(torch.nn.Linear(6, 4))
         wishes = {"lora_target_modules": "all-linear", "lora_rank": 2, "lora_alpha": alpha}
-        adapter = add_adapter(module, from_values(TrainingConfig, wishes).lora, qwen_image, part="dit")
+        adapter = put_adapter(module, from_values(TrainingConfig, wishes))
         named = {f"dit.{name}": weight for name, weight in module.named_parameters() if weight.requires_grad}
         load_file_adapter(adapter, named, tmp_path / "adapter_model.safetensors")
         return module[0].lora_A["default"].weight.detach()
@@ -184,9 +197,6 @@ def test_a_lora_to_begin_from_is_read_as_it_is_meant(tmp_path: Path):
 
 
 def test_dora_over_a_row_of_zeros_has_numbers():
-    from backend.families import qwen_image
-    from backend.training.model.peft_adapters import add_adapter
-
     module = torch.nn.Sequential(torch.nn.Linear(6, 4, bias=False))
     with torch.no_grad():
         module[0].weight[1] = 0
@@ -195,7 +205,7 @@ def test_dora_over_a_row_of_zeros_has_numbers():
     config = from_values(
         TrainingConfig, {"lora_algorithm": "dora", "lora_target_modules": "all-linear", "lora_rank": 2}
     )
-    add_adapter(module, config.lora, qwen_image, part="dit")
+    put_adapter(module, config)
     torch.testing.assert_close(module(x), plain)
     module(x).square().sum().backward()
     gradients = [weight.grad for weight in module.parameters() if weight.requires_grad]
@@ -225,8 +235,8 @@ def test_targets_are_names_expressions_all_or_a_set_of_the_family(tiny_qwen: Pat
     from backend.catalog.models.identify import identify_model
     from backend.engine.loading.load import build_meta
     from backend.families import FAMILIES, qwen_image
-    from backend.planner.check_training import layers_of
     from backend.planner.costs.model_sizes import sizes_of
+    from backend.planner.rules.resolve_training import layers_of
     from backend.schema.messages import Trouble
 
     spec = identify_model(tiny_qwen, FAMILIES)

@@ -34,7 +34,7 @@ def listed_paths(text: str | None, setting: str = "model_paths") -> list[list[st
             return groups
     except (ValueError, TypeError):
         pass
-    raise Trouble("bad_value", f"--{setting} holds {text!r}, which is not a JSON list of files.")
+    raise Trouble("bad_value", f"--{setting} holds {text!r}, which is not a JSON list of files.", setting=setting)
 
 
 def split_id(entry: str) -> tuple[str, str] | None:
@@ -90,15 +90,18 @@ def parts_meant(entry: str, setting: str, parts: Files, *, known: Iterable[str] 
     if not found:
         can_be = ", ".join(dict.fromkeys([*filter(None, known), *parts]))
         raise Trouble(
-            "bad_value", f"--{setting} names {entry!r}, which is no part of this model.", hint=f"It can be {can_be}."
+            "bad_value",
+            f"--{setting} names {entry!r}, which is no part of this model.",
+            hint=f"It can be {can_be}.",
+            setting=setting,
         )
     return found
 
 
-def all_meant(entries: str | None, setting: str, parts: Files, *, known: Iterable[str] = ()) -> set[str]:
-    """The parts that a list with commas means. Raises Trouble for an entry that means none."""
-    known = tuple(known)
-    return {part for entry in listed(entries) for part in parts_meant(entry, setting, parts, known=known)}
+def entries_of(text: str | None) -> tuple[str, ...]:
+    """The entries of a list with commas; those inside the brackets of a JSON list of shards do not separate."""
+    pieces = re.findall(r"(?:\[[^\]]*\]?|[^,\[])+", text or "")
+    return tuple(piece.strip() for piece in pieces if piece.strip())
 
 
 def rounding_of(text: str | None, setting: str = "--quant_options") -> list[tuple[str, str, tuple[str, ...]]]:
@@ -117,6 +120,7 @@ def rounding_of(text: str | None, setting: str = "--quant_options") -> list[tupl
                 "bad_value",
                 f"{piece.strip()!r} in {setting} is not `model:method`.",
                 hint="For example dit:int8.",
+                setting="quant_options",
             )
         found.append((model.strip(), method.strip(), listed(excluded)))
     return found

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from backend.schema.training.config import TrainingConfig
+
 LEAN = ("lora", "rslora")  # kept lean where they have no dropout
 OF_ONE_RANK = ("lokr", "oft")  # whose weights are no multiples of the rank: forms hold for one alone
 _WORD = re.compile(r"([a-z]+?)(?:-(\d+))?(-dropout)?(?:\+(\d+))?")
@@ -45,15 +47,15 @@ def method_of(word: str) -> Method:
     return Method(algorithm, int(rank or 0), bool(dropout), int(drawing or 0))
 
 
-def method_of_values(values: dict) -> Method:
-    """What the settings `values` of a run train with."""
-    full = bool((values.get("trainable_models") or "").strip()) and not values.get("lora_base_model")
-    algorithm = "lora" if full or values["lora_algorithm"] == "rslora" else values["lora_algorithm"]
+def method_of_config(config: TrainingConfig) -> Method:
+    """What a run trains with."""
+    lora, full = config.lora, config.adapter_part is None
+    algorithm = "lora" if full or lora.lora_algorithm == "rslora" else lora.lora_algorithm
     return Method(
         algorithm,
-        values["lora_rank"] if algorithm in OF_ONE_RANK else 0,
-        not full and values["lora_dropout"] > 0,
-        values["distill_steps"] if values["task"].startswith("direct_distill") else 0,
+        lora.lora_rank if algorithm in OF_ONE_RANK else 0,
+        not full and lora.lora_dropout > 0,
+        config.loss.distill_steps if config.training.task.startswith("direct_distill") else 0,
     )
 
 

@@ -77,3 +77,24 @@ class TrainingConfig:
     samples: SampleSection = section(SampleSection, "Samples and validation")
     memory: MemorySection = section(MemorySection, "Memory")
     output: OutputSection = section(OutputSection, "Output")
+
+    @property
+    def trained_parts(self) -> tuple[str, ...]:
+        """Parts whose own weights train (`trainable_models`), each once, as they were named."""
+        names = (name.strip() for name in (self.training.trainable_models or "").split(","))
+        return tuple(dict.fromkeys(name for name in names if name))
+
+    @property
+    def adapter_part(self) -> str | None:
+        """The part that gets an adapter: `lora_base_model`, or dit where neither that nor a part that trains is named."""
+        return (self.lora.lora_base_model or "").strip() or (None if self.trained_parts else "dit")
+
+    @property
+    def parts_that_train(self) -> tuple[str, ...]:
+        """Parts with weights that train: their own, then an adapter's."""
+        return (*self.trained_parts, *([self.adapter_part] if self.adapter_part else []))
+
+    @property
+    def preset_part(self) -> str | None:
+        """The part that the preset LoRA is merged into; None where there is no such LoRA."""
+        return (self.lora.preset_lora_model or "dit") if self.lora.preset_lora_path else None

@@ -129,6 +129,7 @@ def check_optimizer_name(section: TrainingSection) -> None:
             "not_allowed",
             f"Optimizer (--customized_optimizer) is {f'{module}.{name}'[:200]!r}, which is of no package known for optimizers.",
             hint=f"Known are {', '.join(OPTIMIZER_PACKAGES[:-1])}. A class of your own takes --allow_custom_code on a command line of your own.",
+            setting="customized_optimizer",
         )
 
 

@@ -11,6 +11,7 @@ from backend.dataset.look_ahead import look_ahead
 from backend.engine.devices import allocator_limits, device_memory
 from backend.planner.costs.model_sizes import sizes_of
 from backend.planner.plan import plan_here
+from backend.planner.rules.check_training import vram_gib
 from backend.schema.memory_plan import GIB, Card, VramPlan
 from backend.schema.messages import Trouble
 from backend.schema.paths import places
@@ -50,15 +51,10 @@ def card_of(vram: str, device: torch.device) -> Card:
     """The device with as much memory as `vram` says: "auto" (what is free now, less the reserve), or GiB."""
     reserve = None if device.type == "cpu" else int(download.preferences().reserve_gib * GIB)
     card = device_memory.probe(device, reserve_bytes=reserve)
-    word = vram.strip().lower()
-    if word == "auto":
+    gib = vram_gib(vram)
+    if gib is None:
         return card
-    try:
-        nbytes = int(float(word.removesuffix("gib").removesuffix("gb").strip()) * GIB)
-    except (ValueError, OverflowError):
-        nbytes = 0
-    if nbytes <= 0:
-        raise Trouble("bad_value", f"--vram is {vram!r}; it can be auto, or an amount in GiB such as 12.")
+    nbytes = int(gib * GIB)
     return replace(card, total_bytes=nbytes, free_bytes=nbytes, used_by_others_bytes=0, reserve_bytes=0)
 
 

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from backend.catalog.hub.part_entries import all_meant
 from backend.catalog.spec import PartSpec
 from backend.engine.loading.load import build_meta
 from backend.engine.offload import placement
 from backend.engine.offload.blocks import Unit
+from backend.planner.costs.layout import FP8
 from backend.planner.costs.model_sizes import spread
+from backend.planner.rules.resolve_training import PartStorage
 from backend.schema.memory_plan import VramConfig
-
-FP8 = "float8_e4m3fn"
 
 
 @dataclass(frozen=True)
@@ -27,45 +26,30 @@ class Kept:
     resident_blocks: int = 0
 
 
-def keeping(
-    model,
-    memory,
-    parts: Mapping[str, PartSpec],
-    *,
-    trained: tuple[str, ...],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> dict[str, Kept]:
-    """Part -> how it is kept, for the parts that are not simply kept where they compute. What cannot be is `refused` before."""
-    files = {name: part.files for name, part in parts.items()}
-    eight = all_meant(model.fp8_models, "fp8_models", files)
-    away = all_meant(model.offload_models, "offload_models", files)
-    if memory.enable_model_cpu_offload:
-        away |= set(parts) - set(trained)
+def keeping(parts: Mapping[str, PartStorage], *, device: torch.device, dtype: torch.dtype) -> dict[str, Kept]:
+    """Part -> how it is kept, for the parts that are not simply kept where they compute. `parts`: of `ResolvedTraining`; what cannot be,
+    `check_training` has refused."""
     return {
         name: Kept(
             _states(
-                name in eight,
-                name in away,
+                kept.fp8,
+                kept.offloaded,
                 device,
                 torch.float32 if name == "vae" else dtype,
-                in_file=memory.offload_device == "disk",
+                in_file=kept.offload_device == "disk",
             ),
-            (memory.resident_blocks or 0) if name == "dit" and name in away else 0,
+            kept.resident_blocks or 0,
         )
-        for name in {*eight, *away}
+        for name, kept in parts.items()
+        if kept.fp8 or kept.offloaded
     }
 
 
-def without_effect(model, memory, parts: Mapping[str, PartSpec], *, device: torch.device) -> str:
+def without_effect(parts: Mapping[str, PartStorage], *, device: torch.device) -> str:
     """A sentence about parts in FP8 that wait in their file on a CPU, where nothing is stored in another format; "" where there are none."""
-    files = {name: part.files for name, part in parts.items()}
-    eight = all_meant(model.fp8_models, "fp8_models", files)
-    if not memory.enable_model_cpu_offload:
-        eight &= all_meant(model.offload_models, "offload_models", files)
-    if device.type != "cpu" or not eight:
+    names = ", ".join(sorted(name for name, kept in parts.items() if kept.fp8 and kept.offloaded))
+    if device.type != "cpu" or not names:
         return ""
-    names = ", ".join(sorted(eight))
     return f"--fp8_models has no effect on {names} here: on a CPU offloaded weights wait in their file and are fetched in full."
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,53 +13,27 @@ from backend.catalog.family import Family
 from backend.catalog.lora.alpha import AlphaRules, alpha_rules
 from backend.catalog.lora.keys import split_key
 from backend.catalog.lora.peft_config import METADATA, turning_of
-from backend.catalog.lora.target_modules import check_oft, pattern_of, target_modules
 from backend.engine.loading import lazy_imports
 from backend.engine.lora.trained_adapters import TURNING, peft_config
+from backend.planner.rules.resolve_training import ResolvedAdapter
 from backend.schema.messages import Trouble
-from backend.system.text_files import ends_with
 
 ADAPTER = "default"  # peft's name for it inside the module
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """What was put into a part: its kind, where, and of each module the rank and alpha."""
-
-    part: str
-    algorithm: str
-    modules: tuple[str, ...]
-    ranks: dict[str, int]
-    alphas: dict[str, float]
-
-    @property
-    def rank(self) -> int:
-        return max(self.ranks.values())
-
-
-def add_adapter(module: torch.nn.Module, section, family: Family, *, part: str) -> Adapter:
-    """Puts the adapter into `module` in place: its weights are float32 and train, all others do not."""
+def add_adapter(module: torch.nn.Module, adapter: ResolvedAdapter) -> None:
+    """Puts the adapter into `module`, its part's network, in place: its weights are float32 and train, all others do not."""
     peft = lazy_imports.import_module("peft")
     from backend.engine.lora import low_memory_linear
 
-    linear = [name for name, child in module.named_modules() if isinstance(child, torch.nn.Linear)]
-    modules = target_modules(linear, section.lora_target_modules, family.LORA, part=part)
-    ranks = pattern_of(section.lora_rank_pattern, "lora_rank_pattern", modules)
-    alphas = pattern_of(section.lora_alpha_pattern, "lora_alpha_pattern", modules)
-    alpha = section.lora_alpha if section.lora_alpha is not None else float(section.lora_rank)
-    if section.lora_algorithm == "oft":
-        check_oft(section, {name: module.get_submodule(name).in_features for name in modules})
     module.requires_grad_(False)
-    peft.inject_adapter_in_model(_peft_config(section, modules, alpha, ranks, alphas), module, adapter_name=ADAPTER)
+    peft.inject_adapter_in_model(_peft_config(adapter), module, adapter_name=ADAPTER)
     for name, weight in module.named_parameters():
         if f".{ADAPTER}" in name:
             weight.data = weight.data.float()
             weight.requires_grad_(True)
     _keep_zero_rows(module)
     low_memory_linear.make_lean(module)
-    rank_of = {name: int(_matching(ranks, name, section.lora_rank)) for name in modules}
-    alpha_of = {name: float(_matching(alphas, name, alpha)) for name in modules}
-    return Adapter(part=part, algorithm=section.lora_algorithm, modules=modules, ranks=rank_of, alphas=alpha_of)
 
 
 def _keep_zero_rows(module: torch.nn.Module) -> None:
@@ -75,24 +48,22 @@ def _norm_to_divide_by(norm_of, /, **what) -> torch.Tensor:
     return torch.where(norm > 0, norm, 1.0)
 
 
-def _matching(pattern: dict[str, float], name: str, otherwise: float) -> float:
-    return next((value for end, value in pattern.items() if ends_with(name, end)), otherwise)
-
-
-def _peft_config(section, modules: tuple[str, ...], alpha: float, ranks: dict, alphas: dict):
+def _peft_config(adapter: ResolvedAdapter):
     return peft_config(
-        section.lora_algorithm,
-        modules,
-        rank=section.lora_rank,
-        alpha=alpha,
-        dropout=section.lora_dropout,
-        ranks={end: int(rank) for end, rank in ranks.items()},
-        alphas=alphas,
+        adapter.algorithm,
+        adapter.modules,
+        rank=adapter.rank,
+        alpha=adapter.alpha,
+        dropout=adapter.dropout,
+        ranks={end: int(rank) for end, rank in adapter.ranks.items()},
+        alphas=dict(adapter.alphas),
         turning=TURNING,
     )
 
 
-def adapter_state(adapter: Adapter, weights: dict[str, torch.Tensor], *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def adapter_state(
+    adapter: ResolvedAdapter, weights: dict[str, torch.Tensor], *, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     """The adapter as it is written: module names, no adapter name, and alpha wherever the factor is not 1.
 
     `weights` are `part.parameter` names. rsLoRA's alpha is stored times the root of the rank, so that the general rule
@@ -102,19 +73,19 @@ def adapter_state(adapter: Adapter, weights: dict[str, torch.Tensor], *, dtype: 
     for name, weight in weights.items():
         state[_key(adapter, name)] = weight.detach().to(device="cpu", dtype=dtype).contiguous()
     for module in adapter.modules:
-        alpha, rank = _alpha(adapter, module), adapter.ranks[module]
+        alpha, rank = _alpha(adapter, module), adapter.rank_of(module)
         if adapter.algorithm in ("loha", "lokr") or (alpha != rank and adapter.algorithm != "oft"):
             state[f"{module}.alpha"] = torch.tensor(alpha, dtype=torch.float32)
     return state
 
 
-def _key(adapter: Adapter, name: str) -> str:
+def _key(adapter: ResolvedAdapter, name: str) -> str:
     """How the weight `part.parameter` is called in a file."""
     key = name.removeprefix(f"{adapter.part}.").replace(f".{ADAPTER}", "")
     return key.removesuffix(".weight") if "lora_magnitude_vector" in key else key
 
 
-def peft_metadata(adapter: Adapter, family: Family) -> dict[str, str]:
+def peft_metadata(adapter: ResolvedAdapter, family: Family) -> dict[str, str]:
     """How an OFT's rotations are meant, as fields of PEFT's OFTConfig; nothing for kinds whose tensors say all."""
     if adapter.algorithm != "oft":
         return {}
@@ -130,7 +101,7 @@ def peft_metadata(adapter: Adapter, family: Family) -> dict[str, str]:
 
 
 def load_file_adapter(
-    adapter: Adapter, weights: dict[str, torch.nn.Parameter], path: Path, *, flag: str = "lora_checkpoint"
+    adapter: ResolvedAdapter, weights: dict[str, torch.nn.Parameter], path: Path, *, flag: str = "lora_checkpoint"
 ) -> int:
     """`load_adapter` from a file: its alpha may lie in its metadata or in a configuration beside it, its factors in 8 bits with scales.
 
@@ -161,7 +132,7 @@ def load_file_adapter(
 
 
 def load_adapter(
-    adapter: Adapter,
+    adapter: ResolvedAdapter,
     weights: dict[str, torch.nn.Parameter],
     stored: dict[str, torch.Tensor],
     *,
@@ -196,23 +167,23 @@ def load_adapter(
     return len(filled)
 
 
-def _check_strength(adapter: Adapter, module: str, stored: dict[str, torch.Tensor], rules: AlphaRules) -> None:
+def _check_strength(adapter: ResolvedAdapter, module: str, stored: dict[str, torch.Tensor], rules: AlphaRules) -> None:
     """Raises Trouble where the file's alpha is not this run's: the same factors would then act at another strength."""
-    found, rank = _stored(f"{module}.alpha", stored, adapter.part), adapter.ranks[module]
+    found, rank = _stored(f"{module}.alpha", stored, adapter.part), adapter.rank_of(module)
     alpha = float(found) if found is not None else rules.scale((module,), adapter.part, rank) * rank
     ours = _alpha(adapter, module)
     if adapter.algorithm != "oft" and abs(alpha - ours) > 1e-3 * max(abs(alpha), abs(ours)):
         raise Trouble(
             "bad_value",
             f"The LoRA to begin from has alpha {alpha:g} for {module}, this run {ours:g}.",
-            hint=f"Set --lora_alpha {alpha / math.sqrt(adapter.ranks[module]) if adapter.algorithm == 'rslora' else alpha:g}.",
+            hint=f"Set --lora_alpha {alpha / math.sqrt(adapter.rank_of(module)) if adapter.algorithm == 'rslora' else alpha:g}.",
         )
 
 
-def _alpha(adapter: Adapter, module: str) -> float:
+def _alpha(adapter: ResolvedAdapter, module: str) -> float:
     """As files have it, so that alpha / rank is the factor: rsLoRA's is times the root of the rank."""
-    root = math.sqrt(adapter.ranks[module]) if adapter.algorithm == "rslora" else 1.0
-    return adapter.alphas[module] * root
+    root = math.sqrt(adapter.rank_of(module)) if adapter.algorithm == "rslora" else 1.0
+    return adapter.alpha_of(module) * root
 
 
 def _stored(key: str, stored: dict[str, torch.Tensor], part: str) -> torch.Tensor | None:

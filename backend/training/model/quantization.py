@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from backend.catalog.hub.part_entries import parts_meant, rounding_of
-from backend.catalog.spec import PartSpec
 from backend.engine.quantization.config import QuantizeConfig
+from backend.planner.rules.resolve_training import PartStorage
 
 
-def read_options(text: str | None, parts: Mapping[str, PartSpec]) -> dict[str, QuantizeConfig]:
-    """Part -> how it is quantized, from `MODEL:METHOD[/LAYER,LAYER]`, separated by semicolons. `check_training` has refused what cannot be."""
-    files = {name: part.files for name, part in parts.items()}
+def configs_of(parts: Mapping[str, PartStorage]) -> dict[str, QuantizeConfig]:
+    """Part -> how it is quantized. `parts`: of `ResolvedTraining`; what cannot be, `check_training` has refused."""
     return {
-        name: QuantizeConfig(method=method, exclude_modules=list(excluded))
-        for entry, method, excluded in rounding_of(text)
-        for name in parts_meant(entry, "quant_options", files)
+        name: QuantizeConfig(method=kept.quantization, exclude_modules=list(kept.excluded))
+        for name, kept in parts.items()
+        if kept.quantization
     }

@@ -10,6 +10,7 @@ import torch
 
 from backend.planner.costs.optimizers import (
     arguments_of,
+    check_arguments,
     check_named,
     class_name,
     lacks_package,
@@ -27,6 +28,7 @@ def make_optimizers(weights: dict[str, torch.nn.Parameter], section) -> list[tor
     `weights` are `part.parameter` names. A group is called by its part and remembers its full rate as `initial_lr` and its `schedule`.
     """
     check_named(section)
+    check_arguments(section)
     name = section.customized_optimizer.strip()
     arguments = arguments_of(section.optimizer_args)
     rates = part_rates(section.learning_rates, section.learning_rate, {name.partition(".")[0] for name in weights})
@@ -76,7 +78,10 @@ def _make(
         )
     except (TypeError, ValueError) as error:
         raise Trouble(
-            "bad_value", f"The optimizer {dotted} does not take these settings: {error}.", hint="See --optimizer_args."
+            "bad_value",
+            f"The optimizer {dotted} does not take these settings: {error}.",
+            hint="See --optimizer_args.",
+            setting="optimizer_args",
         ) from None
     for group in optimizer.param_groups:
         group["initial_lr"], group["schedule"] = group["lr"], kinds.get(group.get("part"))

@@ -9,33 +9,27 @@ import torch
 from backend.catalog.formats.read import read_header
 from backend.engine.loading.load import build_meta
 from backend.engine.lora.adapters import Adapters
-from backend.planner.check_training import lora_part, trained_parts
-from backend.schema.messages import Trouble
+from backend.planner.rules.resolve_training import ResolvedAdapter, ResolvedTraining
+from backend.schema.training.config import TrainingConfig
 from backend.training.checkpoint.state import list_states
 from backend.training.model.base_model import Base
-from backend.training.model.peft_adapters import Adapter, add_adapter, load_file_adapter
+from backend.training.model.peft_adapters import add_adapter, load_file_adapter
 from backend.training.run.resume import check_result, check_state
 
 
-def rehearse(config, base: Base, folder: Path) -> None:
+def rehearse(config: TrainingConfig, resolved: ResolvedTraining, base: Base, folder: Path) -> None:
     """Raises Trouble for a preset LoRA, a LoRA to begin from, and a state or result to go on from that are not of this model or these
     settings. `folder`: the run's own, whose newest state "latest" is."""
     lora, resume = config.lora, _resumed(config.output.resume_from_checkpoint, folder)
     if lora.preset_lora_path:
-        part = lora.preset_lora_model or "dit"
+        part = config.preset_part
         if part in base.spec.parts:
             network = {part: build_meta(base.spec.parts[part])}
             Adapters(network, family=base.family, specs={part: base.spec.parts[part]}).check(lora.preset_lora_path)
     if not (lora.lora_checkpoint or resume) or config.training.task.endswith(":data_process"):
         return
-    adapter, weights = _what_trains(config, base)
-    if lora.lora_checkpoint:
-        if adapter is None:
-            raise Trouble(
-                "bad_value",
-                "--lora_checkpoint is a LoRA to begin from, but no LoRA trains here.",
-                hint="Merge it with --preset_lora_path, or set --lora_base_model.",
-            )
+    adapter, weights = _what_trains(resolved, base)
+    if lora.lora_checkpoint and adapter:
         load_file_adapter(adapter, weights, Path(lora.lora_checkpoint))
     if resume is None:
         return
@@ -65,13 +59,16 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
     return {name: at.shape for name, at in read_header(path).tensors.items()}
 
 
-def _what_trains(config, base: Base) -> tuple[Adapter | None, dict[str, torch.nn.Parameter]]:
+def _what_trains(
+    resolved: ResolvedTraining, base: Base
+) -> tuple[ResolvedAdapter | None, dict[str, torch.nn.Parameter]]:
     """The adapter, if there is one, and `part.parameter` -> what trains, on the meta device."""
-    adapter, weights, part = None, {}, lora_part(config)
-    for name in trained_parts(config):
+    weights, adapter = {}, resolved.adapter
+    for name in resolved.trained:
         weights |= {f"{name}.{inner}": weight for inner, weight in build_meta(base.spec.parts[name]).named_parameters()}
-    if part:
-        module = build_meta(base.spec.parts[part])
-        adapter = add_adapter(module, config.lora, base.family, part=part)
-        weights |= {f"{part}.{name}": weight for name, weight in module.named_parameters() if weight.requires_grad}
+    if adapter:
+        module = build_meta(base.spec.parts[adapter.part])
+        add_adapter(module, adapter)
+        trains = ((name, weight) for name, weight in module.named_parameters() if weight.requires_grad)
+        weights |= {f"{adapter.part}.{name}": weight for name, weight in trains}
     return adapter, weights

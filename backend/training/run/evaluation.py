@@ -13,7 +13,7 @@ import torch
 from backend.dataset.bucket_sampler import Batch
 from backend.dataset.generated_prompts import EMPTY
 from backend.engine.devices.oom_retry import attempt
-from backend.planner.check_training import strengths_of
+from backend.planner.rules.check_training import strengths_of
 from backend.schema.messages import Trouble
 from backend.training.encoding.conditioning import encode_told
 from backend.training.encoding.draw import draw_latents, drawing, save_sample

@@ -30,7 +30,7 @@ def result_tensors(run: Run) -> dict[str, torch.Tensor]:
         own = {name: weight for name, weight in run.weights.items() if name.startswith(f"{adapted}.")}
         named = adapter_state(run.adapter, fsdp.whole(own), dtype=dtype)
         state.update({f"pipe.{adapted}.{name}": tensor for name, tensor in named.items()})
-    for part in run.trained:
+    for part in run.resolved.trained:
         for name, tensor in fsdp.whole(dict(run.learner.parts[part].state_dict())).items():
             kind = dtype if tensor.is_floating_point() else tensor.dtype
             state[f"pipe.{part}.{name}"] = tensor.detach().to(device="cpu", dtype=kind).contiguous()
@@ -62,11 +62,11 @@ def result_metadata(run: Run, *, step: int, epoch: int) -> dict[str, str]:
     if picture:
         metadata["modelspec.thumbnail"] = picture
     if run.adapter:
-        alpha = {round(value, 6) for value in run.adapter.alphas.values()}
+        alpha = {round(run.adapter.alpha_of(module), 6) for module in run.adapter.modules}
         metadata |= {
             "algorithm": run.adapter.algorithm,
             "part": run.adapter.part,
-            "rank": str(run.adapter.rank),
+            "rank": str(run.adapter.largest_rank),
             "alpha": str(max(alpha)),
             **peft_metadata(run.adapter, run.base.family),
             "targets": ",".join(sorted({_kind(name) for name in run.adapter.modules})),

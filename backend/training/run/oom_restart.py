@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 
-from backend.planner.check_training import lora_part, trained_parts
 from backend.schema.messages import Trouble
 
 BEFORE = (
@@ -36,13 +35,13 @@ def _rungs_before(config) -> list[tuple[bool, list[str], str]]:
 
 def _rungs(config) -> list[tuple[bool, list[str], str]]:
     """All rungs from the cheapest down: whether it is still to be taken here, its flags, and what it is called."""
-    memory, model, part = config.memory, config.model, lora_part(config)
+    memory, model, part = config.memory, config.model, config.adapter_part
     checkpointing = memory.use_gradient_checkpointing or memory.use_gradient_checkpointing_offload
     on_ram = not memory.enable_optimizer_cpu_offload and config.training.mixed_precision != "fp16"
     frozen = (
         part is not None and config.lora.lora_algorithm != "dora"
     )  # the base of an adapter that needs no weights in full
-    in_eight = model.fp8_models or model.quant_options or part in trained_parts(config)
+    in_eight = model.fp8_models or model.quant_options or part in config.trained_parts
     return [
         (not checkpointing, ["--use_gradient_checkpointing"], "computing activations again instead of keeping them"),
         (
@@ -51,7 +50,7 @@ def _rungs(config) -> list[tuple[bool, list[str], str]]:
             "keeping what activations begin from in RAM",
         ),
         (
-            bool(trained_parts(config)) and on_ram and _has_card(),
+            bool(config.trained_parts) and on_ram and _has_card(),
             ["--enable_optimizer_cpu_offload"],
             "keeping the optimizer in RAM",
         ),

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import torch
 
+from backend.planner.rules.resolve_training import ResolvedAdapter, ResolvedTraining
+from backend.schema.training.config import TrainingConfig
 from backend.training.checkpoint.async_writer import Writer
 from backend.training.checkpoint.reporter import Reporter
 from backend.training.encoding.peak_meter import Peaks
 from backend.training.encoding.prepare import Source
 from backend.training.model.base_model import Base
-from backend.training.model.peft_adapters import Adapter
 from backend.training.model.training_module import Learner
 from backend.training.optim.cpu_offload import Beside
 from backend.training.optim.optimizers import Mean
@@ -22,7 +23,7 @@ from backend.training.optim.optimizers import Mean
 class Run:
     """Everything that the loop needs, made once."""
 
-    config: object
+    config: TrainingConfig
     folder: Path
     output: Path
     accelerator: object
@@ -34,11 +35,10 @@ class Run:
     model: torch.nn.Module  # the learner as accelerate wraps it
     optimizers: list
     weights: dict[str, torch.nn.Parameter]
-    adapter: Adapter | None
+    resolved: ResolvedTraining  # what trains, and how each part is stored
     mean: Mean | None
     beside: Beside | None  # where the optimizer works in RAM
     vae: torch.nn.Module | None
-    trained: tuple[str, ...]
     device: torch.device
     dtype: torch.dtype
     writer: Writer = field(default_factory=Writer)
@@ -47,6 +47,10 @@ class Run:
 
     def __post_init__(self):
         self.peaks = Peaks(self)
+
+    @property
+    def adapter(self) -> ResolvedAdapter | None:
+        return self.resolved.adapter
 
     @property
     def first(self) -> bool:

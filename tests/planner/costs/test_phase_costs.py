@@ -17,7 +17,7 @@ from backend.planner.costs.device_speed import Speed, remember, speed_of, what_i
 from backend.planner.costs.layout import Fixed, Layout, PartLayout, Work
 from backend.planner.costs.model_sizes import fingerprint, known_models, published, sizes_of, spread
 from backend.planner.costs.phase_costs import point_of
-from backend.planner.workload import lora_size, work_of_request, work_of_training
+from backend.planner.workload import work_of_request, work_of_training
 from backend.schema.messages import Trouble
 from backend.schema.paths import ASSETS, PROJECT
 from backend.schema.request import GenerationRequest
@@ -140,13 +140,19 @@ def test_a_training_step(model, side, batch, kept, gib):
     text = 512 if model.startswith("FLUX") else 256
     work = Work(width=side, height=side, targets="attention", rank=16, batch=batch, text_tokens=text)
     found, ends, _ = phase_costs.step(dit, point_of(sizes, work), work, Layout(checkpointed=not kept), FIXED)
-    trained = 16 * lora_size(dit, "attention", 16)[1]
+    trained = 16 * lora_size(sizes, "attention", 16)[1]
     assert (found.live + trained + dit.bytes("bfloat16", "bfloat16")) / GIB == pytest.approx(gib, rel=0.01)
     assert ends <= found.live
 
 
+def lora_size(sizes, wanted: str, rank: int) -> tuple[str, int]:
+    """(the traced set of modules that it is counted by, how many numbers train) of a LoRA on what `wanted` names."""
+    work, _ = work_of_training(TrainingConfig(lora=LoraSection(lora_target_modules=wanted, lora_rank=rank)), sizes)
+    return work.targets, work.trained_numel
+
+
 def test_lora_sizes_are_counted_from_the_layers():
-    dit = sizes_of("Qwen-Image").parts["dit"]
+    dit = sizes_of("Qwen-Image")
     kind, numel = lora_size(dit, "attention", 16)
     assert (kind, numel) == ("attention", 60 * 8 * 16 * (3072 + 3072))
     kind, wider = lora_size(dit, "to_q,img_mlp.net.2", 16)

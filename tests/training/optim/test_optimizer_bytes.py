@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from backend.engine.tracing import allocation_recorder
-from backend.planner.costs.layout import Update
-from backend.planner.workload import STATE_BYTES, UPDATES
-from backend.training.optim.optimizers import make_optimizers
+from backend.planner.costs.optimizers import OPTIMIZERS
+from backend.training.optim.optimizers import find_class, make_optimizers
 
 pytestmark = pytest.mark.torch
 SHAPES = {
@@ -21,7 +21,6 @@ SHAPES = {
     for name, shape in (("weight", (128, 256)), ("bias", (128,)))
 }
 TOGETHER = '{"foreach": true}'  # as torch decides by itself on a card
-PACKAGES = {"adamw8bit": "bitsandbytes", "pagedadamw8bit": "bitsandbytes", "prodigy": "prodigyopt"}
 
 
 def step_bytes(name: str) -> tuple[int, int]:
@@ -60,14 +59,27 @@ def step_bytes(name: str) -> tuple[int, int]:
     )
 
 
-@pytest.mark.parametrize("name", STATE_BYTES)
+def skip_if_lacking(name: str) -> None:
+    if importlib.util.find_spec(OPTIMIZERS[name].package) is None:
+        pytest.skip(f"{OPTIMIZERS[name].package} is not installed")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_makes_what_plans_count(name):
-    if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
-        pytest.skip(f"{PACKAGES[name]} is not installed")
+    skip_if_lacking(name)
     if name == "pagedadamw8bit" and not torch.cuda.is_available():
         pytest.skip("its pages are a card's")
     made, held = step_bytes(name)
     numel, largest = sum(torch.Size(shape).numel() for shape in SHAPES.values()), 128 * 256
-    update = UPDATES.get(name, Update())
-    assert made == pytest.approx(update.at_once * numel + update.in_turn * largest, rel=0.02, abs=0.01 * 4 * numel)
-    assert held == pytest.approx(STATE_BYTES[name] * numel, rel=0.05, abs=0.1 * numel)
+    row = OPTIMIZERS[name]
+    counted = row.update.at_once * numel + row.update.in_turn * largest
+    assert made == pytest.approx(counted, rel=0.02, abs=0.01 * 4 * numel)
+    assert held == pytest.approx(row.state_bytes * numel, rel=0.05, abs=0.1 * numel)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_arguments_of_the_table_are_those_of_the_class(name):
+    skip_if_lacking(name)
+    taken = inspect.signature(find_class(OPTIMIZERS[name].class_name)).parameters
+    assert {*OPTIMIZERS[name].arguments, "lr"} <= set(taken)
+    assert set(taken) - {"params", "lr", "weight_decay"} <= set(OPTIMIZERS[name].arguments)
