@@ -43,7 +43,8 @@ def look(config, *, index: Path) -> Dataset | None:
 
 
 def named_troubles(config: TrainingConfig) -> list[Trouble]:
-    """What is wrong with the files that a run's settings name besides its dataset: LoRAs, and pictures that samples are edited from."""
+    """What is wrong with the files that a run's settings name besides its dataset: LoRAs, and pictures that samples are
+    edited from."""
     found = list(file_troubles(config.lora))
     try:
         sample_pictures(config.samples, lines_of(config.samples.sample_prompts))

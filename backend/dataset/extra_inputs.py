@@ -18,8 +18,8 @@ def check_processes(config: TrainingConfig) -> None:
     if devices not in (1, processes):
         raise Trouble(
             "bad_value",
-            f"{devices} devices are to train (--devices), but {processes} {'process was' if processes == 1 else 'processes were'} "
-            "started.",
+            f"{devices} devices are to train (--devices), but {processes} "
+            f"{'process was' if processes == 1 else 'processes were'} started.",
             hint=f"accelerate launch --multi_gpu --num_processes {devices} -m backend.training …",
             setting="devices",
         )

@@ -58,7 +58,8 @@ def work_of_request(request: GenerationRequest, sizes: ModelSizes, *, computing:
 
 
 def _of_edited(sizes: ModelSizes, said: dict, pictures: tuple, words: int) -> dict:
-    """Fields of `Work` that pictures of these sizes ask for where the model edits; one square picture stands for none."""
+    """Fields of `Work` that pictures of these sizes ask for where the model edits; one square picture stands for
+    none."""
     if "reference_pixels" not in said:
         return {}
     pictures, pixels = pictures or ((1, 1),), said["reference_pixels"]
@@ -189,7 +190,8 @@ def adapter_numel(part: PartSizes, adapter: ResolvedAdapter) -> int:
 
 @lru_cache(maxsize=256)
 def kinds_in(part: PartSizes, modules: tuple[str, ...]) -> tuple[str, ...]:
-    """The kinds of modules (names without the numbers of blocks) among the full names `modules`, as `PartSizes.linears` has them."""
+    """The kinds of modules (names without the numbers of blocks) among the full names `modules`, as `PartSizes.linears`
+    has them."""
 
     def kind(name: str) -> str:
         home = next((home for home in part.depths if re.match(rf"{re.escape(home)}\.\d+\.", name)), None)
@@ -206,8 +208,8 @@ def traced_set(part: PartSizes, chosen: Sequence[str]) -> str:
 
 
 def idle_numel(part: PartSizes, chosen: Sequence[str], rank: int, *, algorithm: str = "lora") -> int:
-    """Numbers that train and never get a gradient: of the last block's modules whose results nothing reads. `chosen`: kinds that get an
-    adapter; without them all weights train."""
+    """Numbers that train and never get a gradient: of the last block's modules whose results nothing reads. `chosen`:
+    kinds that get an adapter; without them all weights train."""
     ends = published()["networks"].get(part.kind, {}).get("idle", ())
     idle = [name for name in chosen or part.linears if _ends_in(name, ends)]
     return sum(

@@ -103,16 +103,19 @@ class Loader:
 
     @property
     def encoder_preset(self) -> str | None:
-        """The part that the preset LoRA is merged into whenever it is loaded; the denoiser's waits until pictures of the untouched one are drawn."""
+        """The part that the preset LoRA is merged into whenever it is loaded; the denoiser's waits until pictures of
+        the untouched one are drawn."""
         return self.preset[0] if self.preset and self.preset[0] != "dit" else None
 
     def merge_preset(self, part: str, module: torch.nn.Module) -> None:
-        """Merges the preset LoRA into the base, so that a new one learns the difference; beside weights that are not kept in full."""
+        """Merges the preset LoRA into the base, so that a new one learns the difference; beside weights that are not
+        kept in full."""
         adapters = Adapters({part: module}, family=self.base.family, specs={part: self.base.spec.parts[part]})
         adapters.add(str(self.preset[1]), strength=1.0, hot=part in self.kept)
 
     def made_by(self, name: str) -> str:
-        """A hash of everything of the part `name` that what it makes depends on, with the tokenizers of a text encoder."""
+        """A hash of everything of the part `name` that what it makes depends on, with the tokenizers of a text
+        encoder."""
         if name not in self._made_by:
             key = encoder_key(
                 self.base,
@@ -128,7 +131,8 @@ class Loader:
         return self._made_by[name]
 
     def drop_all_but(self, names: Iterable[str]) -> None:
-        """Lets parts go that are no longer needed; of those whose weights are moved about, nothing is on its way any more."""
+        """Lets parts go that are no longer needed; of those whose weights are moved about, nothing is on its way any
+        more."""
         for name in set(self.parts) - set(names):
             placed = placement.of(self.parts.pop(name))
             if placed is not None:
@@ -182,7 +186,8 @@ def set_up(
 
 
 def make_loader(config, accelerator, folder: Path) -> Loader:
-    """Finds the base and decides how its parts are kept. Raises Trouble for whatever the run in `folder` could not be carried out with."""
+    """Finds the base and decides how its parts are kept. Raises Trouble for whatever the run in `folder` could not be
+    carried out with."""
     with accelerator.main_process_first():  # one downloads what is missing, the others find it
         base = find_base(config.model)
     check_processes(config)
@@ -232,7 +237,8 @@ def make_source(
     known: Dataset | None = None,
     into: Path | None = None,
 ) -> Source:
-    """What is trained on, encoded. `known`: the dataset as `early.look` has read it. `into`: encodings go to that folder, for a later run."""
+    """What is trained on, encoded. `known`: the dataset as `early.look` has read it. `into`: encodings go to that
+    folder, for a later run."""
     reporter.phase("caching")
     if unused := without_effect(load.resolved.parts, device=load.device):
         reporter.note(unused)
@@ -296,7 +302,8 @@ def make_learner(config: TrainingConfig, load: Loader, source: Source) -> Learne
 
 
 def _needed(load: Loader, source: Source) -> list[str]:
-    """The parts of a step: the network that trains, or that the gradient comes through, and text encoders where prompts are not encoded yet."""
+    """The parts of a step: the network that trains, or that the gradient comes through, and text encoders where prompts
+    are not encoded yet."""
     networks = load.base.family.parts_of("denoise", load.base.spec.variant)
     trains = [name for name in networks if name in load.resolved.trains]
     encoders = [] if source.texts is not None else encoders_of(load.base, pictures=bool(source.references))
@@ -345,11 +352,11 @@ def _make_trainable(learner: Learner, config: TrainingConfig, resolved: Resolved
 
 
 def _without_gradient(learner: Learner, source: Source, config, accelerator) -> list[str]:
-    """Frozen weights, and those that train but take no part in the loss (the last block's text half), by one backward pass.
+    """Frozen weights, and those that train but take no part in the loss (the last block's text half), by one backward
+    pass.
 
-    Processes that wait for each other's gradients must know the latter, and looking for them at every step costs more; the
-    former are the same everywhere and need not be sent.
-    """
+    Processes that wait for each other's gradients must know the latter, and looking for them at every step costs more;
+    the former are the same everywhere and need not be sent."""
     state = torch.get_rng_state()
     with accelerator.autocast():
         material = source.material(Batch(items=(0,), places=(0,)), scale=1.0)

@@ -309,8 +309,8 @@ def predicted_bytes(studio: Studio, run: runs.Run) -> int:
 def plan_of(
     studio: Studio, config: TrainingConfig, what_if: str, asked: str = "", *, wrong: Sequence[Trouble] | None = None
 ) -> str:
-    """The estimate for a run; it offers to set what the plan wants otherwise than the form has it. `asked`: what of it was asked besides.
-    `wrong`: of `troubles_of_run`, where that was asked already."""
+    """The estimate for a run; it offers to set what the plan wants otherwise than the form has it. `asked`: what of it
+    was asked besides. `wrong`: of `troubles_of_run`, where that was asked already."""
     try:
         found = memory_estimate.estimate(studio, config.model.model, config, what_if=what_if)
         told = memory_estimate.told(studio, config.model.model, config, what_if=what_if, asked=asked)
@@ -325,7 +325,8 @@ def plan_of(
 
 
 def troubles_of_run(studio: Studio, config: TrainingConfig) -> list[Trouble]:
-    """All that the trainer would refuse of `config` for its settings and the headers of its files, as far as its model is known here."""
+    """All that the trainer would refuse of `config` for its settings and the headers of its files, as far as its model
+    is known here."""
     found = named_troubles(config)
     try:
         sizes, spec, _ = memory_estimate.sizes_of_model(studio, config.model.model)

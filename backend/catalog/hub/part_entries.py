@@ -1,8 +1,8 @@
-"""Which parts of a model an entry of the command line means: a part's name, a file (or one shard of it), a folder, or `id:pattern`. No torch.
+"""Which parts of a model an entry of the command line means: a part's name, a file (or one shard of it), a folder, or
+`id:pattern`. No torch.
 
-`--fp8_models`, `--offload_models` and `--quant_options` name parts so. What an entry means is told by the files it names; of a model that is
-not on this machine, by the folder that it names.
-"""
+`--fp8_models`, `--offload_models` and `--quant_options` name parts so. What an entry means is told by the files it
+names; of a model that is not on this machine, by the folder that it names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ Files = Mapping[str, Sequence[Path]]  # part -> its files; empty ones where they
 
 
 def listed_paths(text: str | None, setting: str = "model_paths") -> list[list[str]]:
-    """`--model_paths`: a JSON list of files, or of lists of shards; one file alone may stand without brackets. Raises Trouble."""
+    """`--model_paths`: a JSON list of files, or of lists of shards; one file alone may stand without brackets. Raises
+    Trouble."""
     if not text:
         return []
     try:
@@ -38,7 +39,8 @@ def listed_paths(text: str | None, setting: str = "model_paths") -> list[list[st
 
 
 def split_id(entry: str) -> tuple[str, str] | None:
-    """(id, pattern) of `id:pattern`; None for what is a path: a file or folder that is there, or anything without an id before the colon."""
+    """(id, pattern) of `id:pattern`; None for what is a path: a file or folder that is there, or anything without an id
+    before the colon."""
     model, colon, pattern = entry.rpartition(":")
     if not colon or not is_id(model) or exists(expanded(entry)):
         return None
@@ -105,7 +107,8 @@ def entries_of(text: str | None) -> tuple[str, ...]:
 
 
 def rounding_of(text: str | None, setting: str = "--quant_options") -> list[tuple[str, str, tuple[str, ...]]]:
-    """`--quant_options`: (entry, method, ends of names of layers that are left out) of each `MODEL:METHOD[/LAYER,LAYER]`, in their order.
+    """`--quant_options`: (entry, method, ends of names of layers that are left out) of each
+    `MODEL:METHOD[/LAYER,LAYER]`, in their order.
 
     Raises Trouble for what is not of that form.
     """

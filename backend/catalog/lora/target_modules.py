@@ -74,8 +74,8 @@ def pattern_of(text: str | None, flag: str, modules: Iterable[str]) -> dict[str,
 
 
 def check_oft(lora, inputs: Mapping[str, int]) -> None:
-    """OFT turns blocks of `lora_rank` inputs. `lora`: a `LoraSection`; `inputs`: of each module that gets it. Raises Trouble where they
-    do not divide, and for what it has not."""
+    """OFT turns blocks of `lora_rank` inputs. `lora`: a `LoraSection`; `inputs`: of each module that gets it. Raises
+    Trouble where they do not divide, and for what it has not."""
     for setting in ("lora_alpha", "lora_rank_pattern", "lora_alpha_pattern"):
         if getattr(lora, setting) not in (None, ""):
             raise Trouble(

@@ -1,9 +1,8 @@
-"""Optimizers: the one table of what each is called, whose class it is, what it takes, and the bytes it holds and makes; and what single
-parts are given: rates, schedules, arguments. No torch.
+"""Optimizers: the one table of what each is called, whose class it is, what it takes, and the bytes it holds and makes;
+and what single parts are given: rates, schedules, arguments. No torch.
 
-Bytes and arguments are checked against the classes themselves (`tests/training/optim/test_optimizer_bytes.py`), as far as they are
-installed.
-"""
+Bytes and arguments are checked against the classes themselves (`tests/training/optim/test_optimizer_bytes.py`), as far
+as they are installed."""
 
 from __future__ import annotations
 
@@ -24,9 +23,9 @@ _BITSANDBYTES = ("betas", "eps", "amsgrad", "optim_bits", "args", "min_8bit_size
 
 @dataclass(frozen=True)
 class Optimizer:
-    """`class_name`: dotted. `arguments`: what it takes besides `lr` and `weight_decay`. `state_bytes`: held for each number that trains,
-    in float32. `update`: bytes that a step makes and drops. What no table knows is taken for torch's AdamW: two moments, stepping on a
-    card on all weights at once, with a number of each beside them."""
+    """`class_name`: dotted. `arguments`: what it takes besides `lr` and `weight_decay`. `state_bytes`: held for each
+    number that trains, in float32. `update`: bytes that a step makes and drops. What no table knows is taken for
+    torch's AdamW: two moments, stepping on a card on all weights at once, with a number of each beside them."""
 
     class_name: str
     arguments: tuple[str, ...] = ()
@@ -71,8 +70,8 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "prodigy": Optimizer(
         "prodigyopt.Prodigy",
         (
-            "betas", "beta3", "eps", "decouple", "use_bias_correction", "safeguard_warmup", "d0", "d_coef", "growth_rate",
-            "fsdp_in_use", "slice_p",
+            "betas", "beta3", "eps", "decouple", "use_bias_correction", "safeguard_warmup", "d0", "d_coef",
+            "growth_rate", "fsdp_in_use", "slice_p",
         ),
         state_bytes=16.0,
         update=Update(0.0, 8.0),
@@ -82,8 +81,8 @@ _ON_PYPI = {"pytorch_optimizer": "pytorch-optimizer"}  # where a package is call
 
 
 def optimizer_of(name: str) -> Optimizer | None:
-    """The row of an optimizer's short or dotted name; None for one that the table does not have. A class of another package with the name
-    of one that it has is counted as that."""
+    """The row of an optimizer's short or dotted name; None for one that the table does not have. A class of another
+    package with the name of one that it has is counted as that."""
     return OPTIMIZERS.get(name.strip().lower().rpartition(".")[2])
 
 
@@ -116,8 +115,8 @@ def check_named(section: TrainingSection, *, here: bool = True) -> None:
 
 
 def check_arguments(section: TrainingSection) -> None:
-    """Raises Trouble for `--optimizer_args` that are no JSON object, and for such as an optimizer of the table does not take. Of other
-    classes only their own constructors tell."""
+    """Raises Trouble for `--optimizer_args` that are no JSON object, and for such as an optimizer of the table does not
+    take. Of other classes only their own constructors tell."""
     given = arguments_of(section.optimizer_args)
     row = OPTIMIZERS.get(section.customized_optimizer.strip().lower()) or next(
         (row for row in OPTIMIZERS.values() if row.class_name == section.customized_optimizer.strip()), None

@@ -15,8 +15,8 @@ TRAINABLE = ("dit", "text_encoder")
 
 @dataclass(frozen=True)
 class Case:
-    """A run that is asked for. `spec`: the model as found, None where only its sizes are known. `here`: it is to run on this machine.
-    `device`: of torch, "" where it is not known."""
+    """A run that is asked for. `spec`: the model as found, None where only its sizes are known. `here`: it is to run on
+    this machine. `device`: of torch, "" where it is not known."""
 
     config: TrainingConfig
     resolved: ResolvedTraining

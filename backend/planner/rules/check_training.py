@@ -1,5 +1,5 @@
-"""What a run with certain settings would be refused for, from the headers of its model: the one rule book of the form, the plan, and the
-trainer, which asks it before any weight is loaded and anything is encoded. No torch."""
+"""What a run with certain settings would be refused for, from the headers of its model: the one rule book of the form,
+the plan, and the trainer, which asks it before any weight is loaded and anything is encoded. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from backend.catalog.family import Family
 from backend.catalog.formats.read import read_header
-from backend.catalog.lora.fit import fit_of
+from backend.catalog.lora import fit
 from backend.catalog.lora.keys import is_adapter
 from backend.catalog.lora.target_modules import check_oft
 from backend.catalog.spec import ModelSpec
@@ -50,10 +50,9 @@ def troubles_of(
 ) -> list[Trouble]:
     """Everything that a run of `config` with this model would end with, each `Trouble` with the setting to be changed.
 
-    `spec`: the model as found, for the names of all its layers and its files; without it they follow from `sizes`. `known`: entries of the
-    command line, for hints. `here`: it is to run on this machine, with the packages that are installed. `device`: of torch, such as "cpu",
-    where it is known.
-    """
+    `spec`: the model as found, for the names of all its layers and its files; without it they follow from `sizes`.
+    `known`: entries of the command line, for hints. `here`: it is to run on this machine, with the packages that are
+    installed. `device`: of torch, such as "cpu", where it is known."""
     resolved = resolve(config, sizes, family, spec=spec, known=known)
     return list(_troubles(Case(config, resolved, sizes, family, spec, here=here, device=device)))
 
@@ -144,7 +143,8 @@ def _fp16(case: Case) -> Iterator[Trouble]:
     if "float16" not in compute_dtypes(case.sizes.family):
         yield Trouble(
             "bad_value",
-            f"{case.sizes.title} does not train in fp16 (--mixed_precision): its activations overflow float16, and the loss becomes NaN.",
+            f"{case.sizes.title} does not train in fp16 (--mixed_precision): its activations overflow float16, and "
+            "the loss becomes NaN.",
             hint="Use bf16; on a card without it, no (float32).",
             setting="mixed_precision",
         )
@@ -261,9 +261,9 @@ def _files(case: Case) -> Iterator[Trouble]:
         )
     path = Path(config.lora.preset_lora_path or "")
     if case.spec and config.preset_part in case.spec.parts and path.is_file() and not list(file_troubles(config.lora)):
-        met = fit_of(path, case.spec, case.family)
-        if met.refused:
-            yield Trouble("wrong_model", f"{path.name}: {met.refused}", setting="preset_lora_path")
+        for trouble in raised(lambda: fit.check(path, case.spec, case.family)):
+            trouble.setting = "preset_lora_path"
+            yield trouble
 
 
 def raised(ask: Callable[[], object]) -> Iterable[Trouble]:
@@ -278,6 +278,7 @@ def raised(ask: Callable[[], object]) -> Iterable[Trouble]:
 RULES: tuple[Callable[[Case], Iterable[Trouble]], ...] = (
     input_rules.model_rules,
     _parts,
+    input_rules.part_rules,
     _adapter,
     _preset,
     storage_rules.rules,

@@ -1,4 +1,5 @@
-"""Rules of what a run is given to train on: settings whose meaning only some models or tasks have, so that none is without effect."""
+"""Rules of what a run is given to train on: settings whose meaning only some models or tasks have, so that none is
+without effect."""
 
 from __future__ import annotations
 
@@ -48,6 +49,23 @@ def model_rules(case: Case) -> Iterator[Trouble]:
             yield from _extra(name, config.training.task, title)
 
 
+def part_rules(case: Case) -> Iterator[Trouble]:
+    """Parts that the run computes with and that are not among the model's files, where those are known."""
+    if case.spec is None:
+        return
+    draws = bool(case.config.samples.sample_prompts.strip())
+    encoders = case.family.parts_of("text", case.spec.variant)
+    needed = [*encoders, "vae"] if not case.second_stage else ["vae"] if draws else []
+    for name in needed:
+        if name not in case.spec.parts:
+            yield Trouble(
+                "missing_part",
+                f"The model {case.spec.title} has no {name} here, and this run needs it.",
+                hint=f"Name its file too; there are {', '.join(case.spec.parts)}.",
+                setting="model_paths",
+            )
+
+
 def _edits_nothing(case: Case) -> Iterator[Trouble]:
     """What only a model that edits can take."""
     config, title = case.config, case.sizes.title
@@ -55,7 +73,8 @@ def _edits_nothing(case: Case) -> Iterator[Trouble]:
     if asks and "dit" not in case.sizes.parts:
         yield Trouble(
             "missing_part",
-            f"How the pictures under {EDIT} are to be encoded is told by the model's transformer, which is not among the files.",
+            f"How the pictures under {EDIT} are to be encoded is told by the model's transformer, which is not among "
+            "the files.",
             hint="Name its files too; the first of two stages does not load them.",
             setting="extra_inputs",
         )
@@ -69,7 +88,8 @@ def _edits_nothing(case: Case) -> Iterator[Trouble]:
     if asks:
         yield Trouble(
             "bad_value",
-            f"{title} makes pictures of text alone, so it cannot be trained to edit the pictures under {EDIT} (--extra_inputs).",
+            f"{title} makes pictures of text alone, so it cannot be trained to edit the pictures under {EDIT} "
+            "(--extra_inputs).",
             hint=f"{case.family.EDIT_HINT} Or leave --extra_inputs out.",
             setting="extra_inputs",
         )

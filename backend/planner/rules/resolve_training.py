@@ -1,5 +1,5 @@
-"""`resolve`: what a run's settings mean for the parts of its model, parsed once. The planner counts by it, the trainer does it, the rule
-book checks it. No torch."""
+"""`resolve`: what a run's settings mean for the parts of its model, parsed once. The planner counts by it, the trainer
+does it, the rule book checks it. No torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ Layers = Mapping[str, tuple[int, int]]  # linear layer -> (rows, columns) of its
 
 @dataclass(frozen=True)
 class ResolvedAdapter:
-    """An adapter (LoRA or one of its relatives): in which part, on which linear layers, and its rank and alpha there."""
+    """An adapter (LoRA or one of its relatives): in which part, on which linear layers, and its rank and alpha
+    there."""
 
     part: str
     algorithm: str
@@ -61,7 +62,8 @@ class PartStorage:
 
     @property
     def storage(self) -> str:
-        """As the planner writes it: a dtype, "METHOD" or "METHOD/LAYERS"; "" where weights are stored as they compute."""
+        """As the planner writes it: a dtype, "METHOD" or "METHOD/LAYERS"; "" where weights are stored as they
+        compute."""
         if self.fp8:
             return FP8
         return "/".join(filter(None, (self.quantization, ",".join(self.excluded) if self.quantization else "")))
@@ -96,8 +98,9 @@ def resolve(
     spec: ModelSpec | None = None,
     known: tuple[str, ...] = (),
 ) -> ResolvedTraining:
-    """What `config` means for the model of `sizes`. `spec`: the model as found, for the names of all its layers; without it they follow
-    from `sizes`. `known`: entries of the command line, for hints. Never raises: see `ResolvedTraining.troubles`."""
+    """What `config` means for the model of `sizes`. `spec`: the model as found, for the names of all its layers;
+    without it they follow from `sizes`. `known`: entries of the command line, for hints. Never raises: see
+    `ResolvedTraining.troubles`."""
     troubles: list[Trouble] = []
     layers = {name: layers_of(part, spec.parts.get(name) if spec else None) for name, part in sizes.parts.items()}
     part = config.adapter_part
@@ -115,7 +118,8 @@ def resolve(
 
 
 def layers_of(sizes: PartSizes, part: PartSpec | None = None) -> Layers:
-    """The linear layers of a part by their names: from its own headers, or, of one that is not here, block by block as it is published."""
+    """The linear layers of a part by their names: from its own headers, or, of one that is not here, block by block as
+    it is published."""
     if part is None:
         return _published_layers(sizes)
     return {
@@ -138,8 +142,8 @@ def _published_layers(sizes: PartSizes) -> Layers:
 def resolve_adapter(
     lora: LoraSection, layers: Layers, family: Family, *, part: str
 ) -> tuple[ResolvedAdapter, list[Trouble]]:
-    """The adapter in a part with these linear layers, and what of the settings could not be read; where its modules cannot be told, it is
-    on those that are usual."""
+    """The adapter in a part with these linear layers, and what of the settings could not be read; where its modules
+    cannot be told, it is on those that are usual."""
     troubles: list[Trouble] = []
     names = tuple(layers)
     try:

@@ -26,8 +26,8 @@ def rules(case: Case) -> Iterator[Trouble]:
         if name in resolved.trained:
             yield Trouble(
                 "bad_value",
-                f"The part {name} cannot be kept in FP8 (--fp8_models) while its own weights train: the steps of an optimizer are too small "
-                "for 8 bits.",
+                f"The part {name} cannot be kept in FP8 (--fp8_models) while its own weights train: the steps of an "
+                "optimizer are too small for 8 bits.",
                 hint="Train a LoRA on it, or leave it out of --fp8_models.",
                 setting="fp8_models",
             )
@@ -44,7 +44,8 @@ def rules(case: Case) -> Iterator[Trouble]:
             flag = "fp8_models" if name in eight else "enable_model_cpu_offload or --offload_models"
             yield Trouble(
                 "bad_value",
-                f"The part {name} is quantized (--quant_options), and such weights are neither moved nor stored in FP8 (--{flag}).",
+                f"The part {name} is quantized (--quant_options), and such weights are neither moved nor stored in FP8 "
+                f"(--{flag}).",
                 hint="Name it in one of them only; --offload_models names single parts.",
                 setting="quant_options",
             )

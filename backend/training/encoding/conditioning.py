@@ -14,7 +14,6 @@ from backend.dataset.dataset import Item
 from backend.dataset.generated_prompts import EMPTY
 from backend.dataset.reference_images import Shown, check_counts, reference_sizes, sample_pictures, shown, whole
 from backend.engine.devices.oom_retry import attempt
-from backend.schema.messages import Trouble
 from backend.training.encoding.cache_key import folder_digest
 from backend.training.encoding.distributed_encoding import Parts, Wishes, in_shares, left_out
 from backend.training.encoding.encoding_cache import View, fill_references, fill_texts, key_of
@@ -104,12 +103,6 @@ def add_samples(source: Source, base: Base, load: Parts, wishes: Wishes) -> None
         source.samples = [Sample(prompt, (), size) for prompt in prompts]
         return
     named = sample_pictures(section, prompts)
-    if named is None and not source.shown:
-        raise Trouble(
-            "bad_value",
-            "The sample prompts need pictures to edit: a second stage has none of the dataset's.",
-            hint="Name them with --sample_edit_images.",
-        )
     if named is None:
         own = [number for number, item in enumerate(source.items) if not item.prior]
         turns = [own[number % len(own)] for number in range(len(prompts))]

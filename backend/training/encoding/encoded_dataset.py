@@ -156,12 +156,6 @@ def read(folder: Path, base: Base, config) -> Source:
             f"The encodings in {folder} are of the variant {table['variant']}, which sees pictures otherwise than {base.spec.title}.",
             hint="Make them again with the model that is to train.",
         )
-    if config.dataset.masked_loss != "none":
-        raise Trouble(
-            "bad_value",
-            "Masks (--masked_loss) are read from the pictures, which a second stage does not have.",
-            hint="Use --task sft, which keeps encodings too.",
-        )
     items, sizes, latents, references, reference_sizes = found
     if references and table["texts"] is None:
         raise Trouble(

@@ -27,8 +27,8 @@ class Kept:
 
 
 def keeping(parts: Mapping[str, PartStorage], *, device: torch.device, dtype: torch.dtype) -> dict[str, Kept]:
-    """Part -> how it is kept, for the parts that are not simply kept where they compute. `parts`: of `ResolvedTraining`; what cannot be,
-    `check_training` has refused."""
+    """Part -> how it is kept, for the parts that are not simply kept where they compute. `parts`: of
+    `ResolvedTraining`; what cannot be, `check_training` has refused."""
     return {
         name: Kept(
             _states(
@@ -46,16 +46,20 @@ def keeping(parts: Mapping[str, PartStorage], *, device: torch.device, dtype: to
 
 
 def without_effect(parts: Mapping[str, PartStorage], *, device: torch.device) -> str:
-    """A sentence about parts in FP8 that wait in their file on a CPU, where nothing is stored in another format; "" where there are none."""
+    """A sentence about parts in FP8 that wait in their file on a CPU, where nothing is stored in another format; ""
+    where there are none."""
     names = ", ".join(sorted(name for name, kept in parts.items() if kept.fp8 and kept.offloaded))
     if device.type != "cpu" or not names:
         return ""
-    return f"--fp8_models has no effect on {names} here: on a CPU offloaded weights wait in their file and are fetched in full."
+    return (
+        f"--fp8_models has no effect on {names} here: on a CPU offloaded weights wait in their file and are fetched in "
+        "full."
+    )
 
 
 def _states(eight: bool, away: bool, device: torch.device, dtype: torch.dtype, *, in_file: bool) -> VramConfig:
-    """Away from a card is RAM, or with `in_file` the file; away from a CPU is the file, and nothing is then stored in another format.
-    Blocks of an offloaded part that stay do so in the preparing state."""
+    """Away from a card is RAM, or with `in_file` the file; away from a CPU is the file, and nothing is then stored in
+    another format. Blocks of an offloaded part that stay do so in the preparing state."""
     computing = str(dtype).removeprefix("torch.")
     in_file = away and (in_file or device.type == "cpu")
     stored = FP8 if eight and not (away and device.type == "cpu") else computing
@@ -91,7 +95,8 @@ def place(part: PartSpec, kept: Kept, *, device: torch.device, split_bytes: int 
 
 
 def staying(units: Sequence[Unit], count: int) -> tuple[int, ...]:
-    """The numbers of the `units` that stay where `count` blocks do: all pieces of a block share its number (`layers.3` of `layers.3.mlp`)."""
+    """The numbers of the `units` that stay where `count` blocks do: all pieces of a block share its number (`layers.3`
+    of `layers.3.mlp`)."""
     blocks = [re.match(r"(.*?\.\d+)(\.|$)", unit.name).group(1) for unit in units]
     order = list(dict.fromkeys(blocks))
     kept = {order[index] for index in spread(len(order), min(count, len(order)))}

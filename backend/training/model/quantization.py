@@ -1,8 +1,7 @@
 """`--quant_options`: which frozen parts keep their linear layers quantized, and how.
 
-Quantization is a function of the file, so a resumed run has the same base as before; what is saved is the adapter alone, in the form that it
-has beside a full base.
-"""
+Quantization is a function of the file, so a resumed run has the same base as before; what is saved is the adapter
+alone, in the form that it has beside a full base."""
 
 from __future__ import annotations
 
