@@ -10,8 +10,6 @@ from backend.planner.costs.model_sizes import ModelSizes
 from backend.planner.rules.resolve_training import ResolvedTraining
 from backend.schema.training.config import TrainingConfig
 
-TRAINABLE = ("dit", "text_encoder")
-
 
 @dataclass(frozen=True)
 class Case:
@@ -35,6 +33,12 @@ class Case:
     def second_stage(self) -> bool:
         """Whether the run trains from encodings alone."""
         return self.config.training.task.endswith(":train")
+
+    @property
+    def trainable(self) -> tuple[str, ...]:
+        """The parts whose weights may train: the variant's networks, and what encodes prompts."""
+        variant = self.sizes.variant
+        return (*self.family.parts_of("denoise", variant), *self.family.parts_of("text", variant))
 
     @property
     def edits(self) -> bool:

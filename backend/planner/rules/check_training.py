@@ -15,10 +15,11 @@ from backend.catalog.spec import ModelSpec
 from backend.planner.costs.model_sizes import ModelSizes, compute_dtypes
 from backend.planner.costs.optimizers import check_arguments, check_named, part_rates, part_schedules
 from backend.planner.rules import input_rules, storage_rules
-from backend.planner.rules.case import TRAINABLE, Case
+from backend.planner.rules.case import Case
 from backend.planner.rules.resolve_training import ResolvedTraining, resolve
 from backend.schema.messages import Trouble
 from backend.schema.training.config import LoraSection, SampleSection, TrainingConfig
+from backend.schema.untrusted import is_file
 
 
 def check_training(
@@ -73,8 +74,8 @@ def _parts(case: Case) -> Iterator[Trouble]:
     named = [] if case.first_stage else [("trainable_models", one) for one in trained]
     named += [("lora_base_model", part)] if part and not case.first_stage else []
     for flag, name in named:
-        if name not in TRAINABLE:
-            can = " or ".join(one for one in TRAINABLE if one in there)
+        if name not in case.trainable:
+            can = " or ".join(one for one in case.trainable if one in there)
             yield Trouble(
                 "bad_value",
                 f"The part {name!r} cannot be trained here (--{flag}).",
@@ -109,8 +110,8 @@ def _preset(case: Case) -> Iterator[Trouble]:
             hint="Set --preset_lora_path, or leave it out.",
             setting="preset_lora_model",
         )
-    if lora.preset_lora_path and lora.preset_lora_model and lora.preset_lora_model not in TRAINABLE:
-        can = " or ".join(one for one in TRAINABLE if one in case.sizes.parts)
+    if lora.preset_lora_path and lora.preset_lora_model and lora.preset_lora_model not in case.trainable:
+        can = " or ".join(one for one in case.trainable if one in case.sizes.parts)
         yield Trouble(
             "bad_value",
             f"The preset LoRA cannot go into {lora.preset_lora_model!r} (--preset_lora_model).",
@@ -225,7 +226,7 @@ def file_troubles(lora: LoraSection) -> Iterator[Trouble]:
 
 
 def _check_lora_file(path: Path, text: str, name: str) -> None:
-    if not path.is_file():
+    if not is_file(path):
         raise Trouble("missing_file", f"There is no LoRA file {text} (--{name}).", setting=name)
     if path.suffix.lower() == ".safetensors":
         try:
@@ -260,7 +261,7 @@ def _files(case: Case) -> Iterator[Trouble]:
             setting="lora_checkpoint",
         )
     path = Path(config.lora.preset_lora_path or "")
-    if case.spec and config.preset_part in case.spec.parts and path.is_file() and not list(file_troubles(config.lora)):
+    if case.spec and config.preset_part in case.spec.parts and is_file(path) and not list(file_troubles(config.lora)):
         for trouble in raised(lambda: fit.check(path, case.spec, case.family)):
             trouble.setting = "preset_lora_path"
             yield trouble
