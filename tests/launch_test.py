@@ -20,13 +20,14 @@ import psutil
 import pytest
 
 import launch
-from backend.host.process import data_folder_lock, environment, processes
+from backend.host.process import data_folder_lock, environment
 from backend.host.runs import runs
 from backend.schema import login
 from backend.schema.messages import Trouble
 from backend.schema.paths import PROJECT, Places
 from backend.schema.settings import from_values
 from backend.schema.training.config import TrainingConfig
+from backend.system import process_record
 from tests.waiting import wait_for
 
 WINDOWS = sys.platform == "win32"
@@ -442,7 +443,7 @@ def test_a_killed_studio_leaves_its_run_and_the_next_one_ends_it(launched):
     assert studio.wait() != 0
     assert "The studio ended by itself" in studio.said()
     run = runs.read(folder)
-    assert run.live and processes.alive(run.process)
+    assert run.live and process_record.alive(run.process)
     again = launched()
     again.address()
     assert runs.read(folder).live

@@ -17,6 +17,7 @@ from backend.host.process import processes
 from backend.planner.costs.model_sizes import sizes_of
 from backend.schema.paths import Places
 from backend.schema.untrusted import read_object_or_empty
+from backend.system import process_record
 from backend.system.atomic_files import write_text
 
 FOLDER = "memory"
@@ -72,7 +73,7 @@ def _digest(config: dict) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
-def _ensure(places: Places) -> processes.Process:
+def _ensure(places: Places) -> process_record.Process:
     """The helper that lives, or a new one."""
     home = folder(places)
     return _alive(home / TRACER, places) or _start(
@@ -94,11 +95,11 @@ def ask_name(model_id: str, places: Places) -> bool:
     return True
 
 
-def _start(argv: list[str], note: Path, places: Places) -> processes.Process:
+def _start(argv: list[str], note: Path, places: Places) -> process_record.Process:
     env = processes.child_environment(places.root, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     log, mark = note.with_suffix(".log"), _mark(places)
     started = processes.start([*processes.PYTHON, *argv], log=log, cwd=places.root, env=env, mark=mark)
-    write_text(note, processes.to_text(started))
+    process_record.write_record(note, started)
     return started
 
 
@@ -106,11 +107,11 @@ def _mark(places: Places) -> str:
     return f"helper:{places.root.resolve()}"
 
 
-def _alive(note: Path, places: Places) -> processes.Process | None:
+def _alive(note: Path, places: Places) -> process_record.Process | None:
     """The helper that `note` names, if it lives."""
-    known = processes.from_file(note)
-    found = processes.child(known[0], mark=_mark(places)) if known else processes.NOBODY
-    return None if found is processes.NOBODY else found
+    known = process_record.read_record(note)
+    found = processes.child(known[0], mark=_mark(places)) if known else process_record.NOBODY
+    return None if found is process_record.NOBODY else found
 
 
 def end(places: Places) -> None:

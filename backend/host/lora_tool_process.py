@@ -18,6 +18,7 @@ from backend.schema.json_values import text
 from backend.schema.messages import Trouble
 from backend.schema.paths import Places
 from backend.schema.untrusted import is_file, name_of
+from backend.system import process_record
 from backend.system.atomic_files import not_written, write_text
 
 MODULE = "backend.engine.lora.tools"
@@ -64,8 +65,8 @@ def start(values: Mapping[str, object], *, out: Path | None, places: Places) -> 
         mark=_mark(places),
     )
     try:
-        record = processes.to_text(process, tool=str(values["tool"]), out=str(out or ""))
-        write_text(folder / "process.json", record)
+        record = _folder(places) / process_record.RECORD
+        process_record.write_record(record, process, tool=str(values["tool"]), out=str(out or ""))
     except OSError as error:  # one that nobody could watch or cancel must not go on
         processes.end_tree(process, grace_seconds=0, mark=_mark(places))
         raise not_written("The tool's record", error) from None
@@ -73,7 +74,7 @@ def start(values: Mapping[str, object], *, out: Path | None, places: Places) -> 
 
 def read(places: Places) -> ToolRun | None:
     """How the newest use of a tool stands; None if there was none."""
-    known = processes.from_file(_folder(places) / "process.json")
+    known = process_record.read_record(_folder(places) / process_record.RECORD)
     if known is None:
         return None
     process, more = known
@@ -87,7 +88,7 @@ def read(places: Places) -> ToolRun | None:
 
 def cancel(places: Places) -> None:
     """Ends the tool that is at work; tools write their files whole or not at all."""
-    known = processes.from_file(_folder(places) / "process.json")
+    known = process_record.read_record(_folder(places) / process_record.RECORD)
     if known is not None:
         processes.end_tree(processes.child(known[0], mark=_mark(places)), grace_seconds=2.0, mark=_mark(places))
         _clear_partial(_written(known[1], places))

@@ -174,16 +174,13 @@ def _claim(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[s
 
 def _refuse_second(folder: Path) -> None:
     """Raises Trouble where another process still trains in `folder`: each would write over what the other saves."""
-    import psutil
+    from backend.system import process_record
 
-    try:
-        record = read_object(folder / "process.json")
-        other = psutil.Process(int(record["pid"]))
-        lives = abs(other.create_time() - float(record["created"])) < 2 and other.status() != psutil.STATUS_ZOMBIE
-    except (Trouble, ValueError, OverflowError, KeyError, TypeError, psutil.Error):
+    known = process_record.read_record(folder / process_record.RECORD)
+    if known is None or not process_record.alive(other := known[0]):
         return
-    # A run that goes on one rung lower keeps its process, and its launcher.
-    if lives and other.pid not in (os.getpid(), os.getppid()):
+    # A run that starts again after OOM, with less memory, keeps its process, and its launcher.
+    if other.pid not in (os.getpid(), os.getppid()):
         raise Trouble(
             "in_use",
             f"Another run (process {other.pid}) is at work in {folder}.",
@@ -204,7 +201,7 @@ def _make_folder(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: 
             aside = set_aside(folder, named=files_named(config))
         write_text(folder / "config.json", to_file_text(config), durable=True)
     (folder / "stop").unlink(missing_ok=True)
-    write_text(folder / "process.json", _process_text(argv, folder))
+    _write_process_record(argv, folder)
     return aside or _results_aside(config, folder)
 
 
@@ -217,17 +214,16 @@ def _results_aside(config: TrainingConfig, folder: Path) -> dict[Path, Path]:
     )
 
 
-def _process_text(argv: list[str], folder: Path) -> str:
-    import psutil
+def _write_process_record(argv: list[str], folder: Path) -> None:
+    """Writes this run's process.json. `events_at`: where the event log ends now; what stands before is of an earlier process."""
+    from backend.system import process_record
 
-    own = psutil.Process()
-    if "RANK" in os.environ:  # the launcher is the one to watch and to end
-        parent = own.parent()
-        own = parent if parent is not None else own
-    record = {"pid": own.pid, "created": own.create_time(), "argv": [sys.executable, "-m", "backend.training", *argv]}
+    # Of several processes the launcher, their parent, is the one to watch and to end.
+    pid = os.getppid() if "RANK" in os.environ else os.getpid()
+    process = process_record.identify(pid, [sys.executable, "-m", "backend.training", *argv])
     events = folder / "events.jsonl"
-    record["events_at"] = events.stat().st_size if exists(events) else 0  # what stands before is of an earlier life
-    return json.dumps(record, ensure_ascii=False) + "\n"
+    events_at = events.stat().st_size if exists(events) else 0
+    process_record.write_record(folder / process_record.RECORD, process, events_at=events_at)
 
 
 def _train(config: TrainingConfig, folder: Path, reporter) -> str:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from backend.schema.paths import PROJECT, Places
+from backend.system import process_record
 
 START_SECONDS = 180
 WAIT_SECONDS = 120
@@ -99,9 +100,8 @@ class Site:
                 self.kill()
 
     def worker_pid(self) -> int:
-        from backend.host.process import processes
 
-        known = processes.from_file(self.places.user / "worker.json")
+        known = process_record.read_record(self.places.user / "worker.json")
         return known[0].pid if known else 0
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from backend.host.process import processes
 from backend.host.runs import runs
 from backend.schema.paths import Places
 from backend.schema.settings import from_values
 from backend.schema.training.config import TrainingConfig
+from backend.system import process_record
 from tests.browser.conftest import wait_until
 from tests.launch_test import WINDOWS, Launched
 
@@ -72,7 +72,7 @@ def test_a_worker_that_has_drawn_and_a_run_that_trains_end_with_the_launcher(lau
     page.fill("#set-prompt textarea", "a red apple")
     page.fill("#set-num_inference_steps input[type=number]", "2")
     page.click("#generate")
-    known = wait_until(lambda: processes.from_file(places.user / "worker.json"), SLOW_SECONDS, "the worker")
+    known = wait_until(lambda: process_record.read_record(places.user / "worker.json"), SLOW_SECONDS, "the worker")
     folder = runs.create(from_values(TrainingConfig, least), places)
     runs.start(folder, places=places)  # without its engine: the worker stays, as a page that lost its run would have it
     page.wait_for_selector(
@@ -80,7 +80,7 @@ def test_a_worker_that_has_drawn_and_a_run_that_trains_end_with_the_launcher(lau
     )  # both have loaded side by side
     worker = known[0]
     before = wait_until(lambda: runs.read(folder).step > 1 and runs.read(folder), SLOW_SECONDS, "a second step")
-    assert processes.alive(worker) and processes.alive(before.process)
+    assert process_record.alive(worker) and process_record.alive(before.process)
     studio.child.send_signal(signal.SIGINT)
     assert studio.wait() == 0
     wait_until(lambda: studio.processes() == [], what="everything to end")

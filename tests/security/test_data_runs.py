@@ -19,6 +19,7 @@ from backend.host.runs import runs, status
 from backend.schema.messages import to_line
 from backend.schema.settings import to_file_text
 from backend.schema.training.config import TrainingConfig
+from backend.system import process_record
 from tests.waiting import wait_for
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -120,14 +121,14 @@ def foreign(tmp_path):
     """A process that is none of Loft's."""
     process = processes.start(SLEEP, log=tmp_path / "foreign.txt")
     yield process
-    assert processes.alive(process), "a foreign process was ended"
+    assert process_record.alive(process), "a foreign process was ended"
     processes.end_tree(process, grace_seconds=0)
 
 
 @pytest.mark.parametrize("argv", [SLEEP, ["x"], [sys.executable, "-m", "backend.training", "x"]])
 def test_a_record_that_names_a_foreign_process_ends_nothing_and_holds_nothing_up(data, foreign, argv):
-    record = processes.to_text(
-        processes.Process(foreign.pid, foreign.created, tuple(argv)), by="studio", tool="x", out="/x"
+    record = process_record.record_text(
+        process_record.Process(foreign.pid, foreign.created, tuple(argv)), by="studio", tool="x", out="/x"
     )
     folder = hostile(data, "2026-01-01_00-00-00_bad", process_json=record)
     (data.user / "tool").mkdir(parents=True)
@@ -147,10 +148,10 @@ def test_a_record_of_another_runs_process_is_not_this_run(data):
     mine = runs.create(TrainingConfig(), data)
     process = runs.start(mine, places=data, argv=SLEEP)
     try:
-        other = hostile(data, "2026-01-01_00-00-00_bad", process_json=processes.to_text(process, by="studio"))
+        other = hostile(data, "2026-01-01_00-00-00_bad", process_json=process_record.record_text(process, by="studio"))
         assert [one.folder for one in runs.live_runs(data)] == [mine]
         runs.kill(other, grace_seconds=0)
-        assert processes.alive(process)
+        assert process_record.alive(process)
     finally:
         runs.kill(mine, grace_seconds=0)
 
@@ -161,11 +162,11 @@ def test_a_run_that_was_started_by_hand_is_asked_and_not_killed(data, tmp_path):
     folder = hostile(data, "2026-01-01_00-00-00_hand")
     process = processes.start([sys.executable, str(script), f"--output_path={folder}"], log=tmp_path / "log.txt")
     try:
-        (folder / "process.json").write_text(processes.to_text(process))
+        (folder / "process.json").write_text(process_record.record_text(process))
         assert runs.read(folder).live
         with pytest.raises(runs.Trouble, match="started by hand"):
             runs.kill(folder)
-        assert processes.alive(process) and (folder / "stop").exists()
+        assert process_record.alive(process) and (folder / "stop").exists()
         assert runs.stop_all(data, grace_seconds=0) == ([], [])
     finally:
         processes.end_tree(process, grace_seconds=0)
@@ -184,7 +185,7 @@ def test_every_live_run_is_ended_whatever_lies_in_folders(data, what):
         folder.rename(data.root / "elsewhere")
     ended, left = runs.stop_all(data, grace_seconds=0.1)
     assert [one.name for one in ended] == [folder.name] and left == []
-    wait_for(lambda: not processes.alive(process), seconds=10)
+    wait_for(lambda: not process_record.alive(process), seconds=10)
 
 
 def test_what_could_not_be_ended_is_said_and_the_exit_code_is_1(data, monkeypatch, capsys):
@@ -211,7 +212,7 @@ def test_one_step_of_the_end_that_fails_keeps_no_other_from_it(data, capsys):
     runs.RUN_GRACE = 0
     left = shutdown.end_all(Broken(), data, type("E", (), {"hurry": _set()})())
     assert len(left) == 1 and "broken" in left[0]
-    wait_for(lambda: not processes.alive(process), seconds=10)
+    wait_for(lambda: not process_record.alive(process), seconds=10)
 
 
 def _set():

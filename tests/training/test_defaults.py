@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 from backend.schema.paths import ASSETS, Places
 from backend.schema.settings import to_file_text
 from backend.schema.training.config import TrainingConfig
+from backend.system import process_record
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
@@ -91,14 +92,13 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> list[float]:
 
 def train(kind: str, data: Places) -> tuple[Path, float]:
     """Trains by a run's folder, as the page does, to the end or until asked to stop. The result and the CPU seconds it took."""
-    from backend.host.process import processes
     from backend.host.runs import runs
 
     folder = runs.create(form_config(kind), data)
     assert "max_steps" in to_file_text(form_config(kind))
     process = runs.start(folder, places=data)
     seconds, child = 0.0, psutil.Process(process.pid)
-    while processes.alive(process):
+    while process_record.alive(process):
         try:
             used = child.cpu_times()
             seconds = max(seconds, used.user + used.system)

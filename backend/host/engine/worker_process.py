@@ -16,7 +16,7 @@ from backend.host.process import processes
 from backend.host.process.event_log import log_tail
 from backend.schema.messages import Event, Trouble, from_line, trouble_from_values
 from backend.schema.paths import Places
-from backend.system.atomic_files import write_text
+from backend.system import process_record
 
 LOG_BYTES = 8 * 1024 * 1024
 PROGRESS = ("loading", "step", "preview", "memory", "alive")  # events that answer nothing yet
@@ -30,7 +30,7 @@ class Worker:
     `decided` is set once it is ready or gone; `wanted_end` says why we ended it, if we did.
     """
 
-    process: processes.Process
+    process: process_record.Process
     child: subprocess.Popen[bytes]
     stdin: IO[bytes]
     stdout: IO[bytes]
@@ -58,7 +58,7 @@ def start(argv: Sequence[str], places: Places) -> Worker:
     env = processes.child_environment(places.root)
     process, child = processes.start_piped(argv, log=log, cwd=places.root, env=env, mark=mark_of(places))
     with contextlib.suppress(OSError):  # only for the next studio; a full disk must not cost the picture
-        write_text(places.user / "worker.json", processes.to_text(process))
+        process_record.write_record(places.user / "worker.json", process)
     assert child.stdin is not None and child.stdout is not None  # `start_piped` opens both
     return Worker(process, child, child.stdin, child.stdout)
 
@@ -120,8 +120,8 @@ def end(worker: Worker, places: Places, *, patience_seconds: float) -> bool:
 
 def end_left_behind(places: Places) -> None:
     """Ends a worker that a studio which was killed has left on this data folder."""
-    known = processes.from_file(places.user / "worker.json")
-    if known and (worker := processes.child(known[0], mark=mark_of(places))) is not processes.NOBODY:
+    known = process_record.read_record(places.user / "worker.json")
+    if known and (worker := processes.child(known[0], mark=mark_of(places))) is not process_record.NOBODY:
         processes.end_tree(worker, grace_seconds=1.0, mark=mark_of(places))
 
 

@@ -15,17 +15,17 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from backend.host.process import processes
 from backend.schema.json_values import whole
 from backend.schema.messages import Trouble
 from backend.schema.paths import Places
+from backend.system import process_record
 from backend.system.atomic_files import write_text
 
 LOCK = ".loft.lock"
 _held: dict[str, FileLock] = {}  # by data folder: a lock is the process's, and ends with it
 
 
-def holder(places: Places) -> tuple[processes.Process, int] | None:
+def holder(places: Places) -> tuple[process_record.Process, int] | None:
     """The studio that has the data folder, if it lives and is not this process, and its port; `NOBODY` and 0 where it
     has not said who it is."""
     if _key(places) in _held:
@@ -34,9 +34,9 @@ def holder(places: Places) -> tuple[processes.Process, int] | None:
     if lock is not None:
         lock.release()
         return None
-    known = processes.from_file(places.user / "studio.json")
-    if known is None or not processes.alive(known[0]):
-        return processes.NOBODY, 0
+    known = process_record.read_record(places.user / "studio.json")
+    if known is None or not process_record.alive(known[0]):
+        return process_record.NOBODY, 0
     return known[0], whole(known[1].get("port"), high=65535) or 0
 
 
@@ -51,7 +51,7 @@ def claim(places: Places, *, port: int) -> None:
             raise _in_use(places)
         _held[_key(places)] = lock
     try:
-        text = processes.to_text(processes.this_process(), port=port)
+        text = process_record.record_text(process_record.this_process(), port=port)
         write_text(places.user / "studio.json", text, private=True)
     except OSError as error:
         release(places)
@@ -69,8 +69,8 @@ def release(places: Places) -> None:
 
 
 def _in_use(places: Places) -> Trouble:
-    process, port = holder(places) or (processes.NOBODY, 0)
-    who = f" (process {process.pid}, port {port})" if process is not processes.NOBODY else ""
+    process, port = holder(places) or (process_record.NOBODY, 0)
+    who = f" (process {process.pid}, port {port})" if process is not process_record.NOBODY else ""
     return Trouble(
         "in_use",
         f"Loft is open already on {places.root}{who}.",

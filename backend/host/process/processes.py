@@ -8,43 +8,34 @@ studio's terminal does not reach them; whoever starts them ends them with `end_t
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from backend.host.process.isolation import SAFE, isolated
-from backend.schema.json_values import LAST_TIME, finite, texts, whole
 from backend.schema.messages import Trouble
-from backend.schema.untrusted import read_object
+from backend.system.process_record import (
+    NOBODY,
+    SAME_START_SECONDS,
+    Process,
+    command_line,
+    find,
+    identify,
+    without_secrets,
+)
 
 PYTHON = (sys.executable, *SAFE)  # how a child in Python is begun
 MARK = "LOFT_MARK"  # environment variable that every descendant of a started process inherits
 SUPERVISED = "LOFT_SUPERVISED"  # set by launch.py: the end of stdin asks the studio to end
-SAME_START_SECONDS = 2.0  # start times are derived from the boot time, which the kernel rounds to seconds
 
 
-@dataclass(frozen=True)
-class Process:
-    """A process that was started at `created` (seconds since the epoch, as psutil reports it)."""
-
-    pid: int
-    created: float
-    argv: tuple[str, ...] = ()
-
-
-NOBODY = Process(0, 0.0)
 OWN_MODULES = ("backend.", "studio.", "accelerate.")  # what Loft's own commands run
-MOST_RECORD_BYTES = 2**20
-LAST_PID = 2**62
-SECRET_FLAGS = ("--auth",)  # of Loft's own commands; what follows them is never kept
 
 
 def child_environment(data: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -132,63 +123,10 @@ def _reap(child: subprocess.Popen) -> None:
     threading.Thread(target=child.wait, name=f"wait-{child.pid}", daemon=True).start()
 
 
-def identify(pid: int, argv: Sequence[str] = ()) -> Process:
-    """The running process `pid`; one that is gone already gets start time 0, which no process has."""
-    try:
-        return Process(pid, psutil.Process(pid).create_time(), tuple(str(word) for word in argv))
-    except psutil.Error:
-        return Process(pid, 0.0, tuple(str(word) for word in argv))
-
-
-def this_process() -> Process:
-    return identify(os.getpid(), without_secrets(sys.orig_argv))
-
-
-def without_secrets(argv: Sequence[str]) -> list[str]:
-    """The command line with "***" for every password in it."""
-    hidden, after = [], False
-    for word in argv:
-        flag, equals, _ = word.partition("=")
-        hidden.append("***" if after else f"{flag}=***" if equals and flag in SECRET_FLAGS else word)
-        after = word in SECRET_FLAGS
-    return hidden
-
-
-def alive(process: Process) -> bool:
-    """Whether that very process still runs; a zombie does not."""
-    return _find(process) is not None
-
-
-def _find(process: Process) -> psutil.Process | None:
-    if not 0 < process.pid < 2**31:  # in a broken file it may be any number
-        return None
-    try:
-        found = psutil.Process(process.pid)
-        if found.status() == psutil.STATUS_ZOMBIE or not _same(found, process):
-            return None
-        return found
-    except psutil.Error:
-        return None
-
-
-def _same(found: psutil.Process, process: Process) -> bool:
-    if abs(found.create_time() - process.created) < SAME_START_SECONDS:
-        return True
-    # A clock that was set shifts every start time; the same command line under the same pid is still that process.
-    return process.created > 0 and bool(process.argv) and without_secrets(_command_line(found)) == list(process.argv)
-
-
-def _command_line(found: psutil.Process) -> list[str]:
-    try:
-        return found.cmdline()
-    except psutil.Error:
-        return []
-
-
 def members(process: Process, *, mark: str = "") -> list[psutil.Process]:
     """The living tree of `process`: itself, all descendants, and orphans of it that carry `mark` or its session."""
     tree: dict[int, psutil.Process] = {}
-    root = _find(process)
+    root = find(process)
     if root is not None:
         tree[root.pid] = root
         with contextlib.suppress(psutil.Error):  # it ends while being asked; its orphans are found below
@@ -200,7 +138,7 @@ def members(process: Process, *, mark: str = "") -> list[psutil.Process]:
 
 
 def _orphans(process: Process, mark: str) -> Iterable[psutil.Process]:
-    led = 0 < process.pid < 2**31 and (_find(process) is not None or not psutil.pid_exists(process.pid))
+    led = 0 < process.pid < 2**31 and (find(process) is not None or not psutil.pid_exists(process.pid))
     for found in psutil.process_iter():
         try:
             if process.created and found.create_time() < process.created - SAME_START_SECONDS:
@@ -253,38 +191,16 @@ def _each(tree: list[psutil.Process], act: Callable[[psutil.Process], object]) -
 
 def marked(mark: str) -> list[Process]:
     """Every living process of this user that carries `mark` in its environment."""
-    return [identify(found.pid, _command_line(found)) for found in _orphans(NOBODY, mark)]
-
-
-def to_text(process: Process, **more) -> str:
-    """`process` as the JSON text of a `process.json`."""
-    return json.dumps({"pid": process.pid, "created": process.created, "argv": list(process.argv), **more}) + "\n"
-
-
-def from_file(path: Path) -> tuple[Process, dict] | None:
-    """The process and the further values in a `process.json`; None if there is none that can be read.
-
-    The file decides nothing by itself: it may have come with a folder from elsewhere. `child` says whether the process
-    is ours.
-    """
-    try:
-        values = read_object(path, most=MOST_RECORD_BYTES)
-    except Trouble:
-        return None
-    pid = whole(values.pop("pid", None), low=-LAST_PID, high=LAST_PID)
-    created = finite(values.pop("created", None), low=0, high=LAST_TIME)
-    if pid is None or created is None:
-        return None
-    return Process(pid, created, tuple(texts(values.pop("argv", ())))), values
+    return [identify(found.pid, command_line(found)) for found in _orphans(NOBODY, mark)]
 
 
 def child(process: Process, *, mark: str) -> Process:
     """`process`, if that very process lives, carries `mark`, which only those who start it can give it, and runs a
     command of Loft's; else `NOBODY`, whose end ends what carries the mark alone."""
-    found = _find(process)
+    found = find(process)
     if found is None or mark_of(found) != mark:
         return NOBODY
-    line = without_secrets(_command_line(found))
+    line = without_secrets(command_line(found))
     return process if line == list(process.argv) or any(word.startswith(OWN_MODULES) for word in line) else NOBODY
 
 
@@ -299,10 +215,10 @@ def mark_of(found: psutil.Process) -> str | None:
 def names_folder(process: Process, folder: Path, modules: tuple[str, ...]) -> bool:
     """Whether that very process lives and its own command line runs one of `modules` on `folder`: one that a person
     started by hand."""
-    found = _find(process)
+    found = find(process)
     if found is None or mark_of(found):
         return False
-    line = _command_line(found)
+    line = command_line(found)
     if not any(word.replace("\\", "/").rpartition("/")[2] in modules for word in line):
         return False
     try:

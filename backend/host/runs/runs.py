@@ -43,6 +43,7 @@ from backend.schema.paths import Places
 from backend.schema.settings import from_file_text, to_file_text, to_flags
 from backend.schema.training.config import TrainingConfig
 from backend.schema.untrusted import read_bytes
+from backend.system import process_record
 from backend.system.atomic_files import not_written, write_text
 from backend.system.gpu_probe import training_environment
 
@@ -149,7 +150,7 @@ def command_text(argv: Sequence[str], *, windows: bool | None = None) -> str:
     return subprocess.list2cmdline(argv) if windows else shlex.join(argv)
 
 
-def start(folder: Path, *, places: Places, engine=None, argv: Sequence[str] | None = None) -> processes.Process:
+def start(folder: Path, *, places: Places, engine=None, argv: Sequence[str] | None = None) -> process_record.Process:
     """Starts the run in `folder`, or goes on with it from its newest checkpoint; returns at once.
 
     The card has one owner: with `engine` (a `host.engine.Engine`) the worker is ended first. `argv` replaces
@@ -171,14 +172,14 @@ def start(folder: Path, *, places: Places, engine=None, argv: Sequence[str] | No
                 mark=mark(folder),
             )
             try:
-                write_text(folder / "process.json", processes.to_text(process, events_at=events_at, by="studio"))
+                process_record.write_record(folder / process_record.RECORD, process, events_at=events_at, by="studio")
             except OSError as error:  # a run that nobody could find again must not go on
                 processes.end_tree(process, grace_seconds=0, mark=mark(folder))
                 raise not_written("The run's record", error) from None
         return process
 
 
-def resume(folder: Path, *, places: Places, engine=None) -> processes.Process:
+def resume(folder: Path, *, places: Places, engine=None) -> process_record.Process:
     """Goes on with a run that was stopped, died or failed. Raises Trouble for one that lives or is complete."""
     run = read(folder)
     if run.status == "complete":
@@ -204,8 +205,8 @@ def kill(folder: Path, *, grace_seconds: float = 3.0) -> bool:
     with contextlib.suppress(OSError):  # the folder may be gone, or the disk full
         stop(folder)  # so that the reading says "stopped", as was asked, and not "died"
     process, lives, _ = process_of(folder)
-    ours = processes.child(process, mark=mark(folder)) if process else processes.NOBODY
-    if process is not None and lives and ours is processes.NOBODY:
+    ours = processes.child(process, mark=mark(folder)) if process else process_record.NOBODY
+    if process is not None and lives and ours is process_record.NOBODY:
         raise Trouble(
             "not_ours",
             (
@@ -252,7 +253,7 @@ def _ended(folder: Path) -> bool:
     try:
         return kill(folder)
     except (OSError, ValueError, Trouble):
-        return processes.end_tree(processes.NOBODY, grace_seconds=0, mark=mark(folder))
+        return processes.end_tree(process_record.NOBODY, grace_seconds=0, mark=mark(folder))
 
 
 def discard(folder: Path, *, places: Places) -> Path:

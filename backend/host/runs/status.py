@@ -17,6 +17,7 @@ from backend.schema.paths import Places
 from backend.schema.settings import from_file_text
 from backend.schema.training.config import TrainingConfig
 from backend.schema.untrusted import exists, is_file, is_folder, known_entry, read_bytes
+from backend.system import process_record
 
 LIVE = ("starting", "running", "stopping")
 RESUMABLE = ("stopped", "died", "failed")
@@ -38,7 +39,7 @@ class Run:
     name: str
     status: str  # queued, starting, running, stopping, complete, stopped, died, failed, unreadable
     sentence: str  # the status for people
-    process: processes.Process | None
+    process: process_record.Process | None
     phase: Phase | None
     step: int
     total_steps: int
@@ -92,13 +93,13 @@ def live_runs(places: Places) -> list[Run]:
     return [read(folder) for folder in candidates if process_of(folder)[1]]
 
 
-def process_of(folder: Path) -> tuple[processes.Process | None, bool, dict]:
+def process_of(folder: Path) -> tuple[process_record.Process | None, bool, dict]:
     """The process that the folder's record names, whether it lives and is this run's, and what else the record says.
 
     It is if it carries the run's mark, which whoever starts it from a page gives it, or if its own command line trains
     in this folder.
     """
-    known = processes.from_file(folder / "process.json")
+    known = process_record.read_record(folder / process_record.RECORD)
     if known is None:
         return None, False, {}
     process, more = known
@@ -196,7 +197,9 @@ def _journal(folder: Path) -> Journal:
     return journal
 
 
-def _status(journal: Journal, lives: bool, stopping: bool, process: processes.Process | None, events_at: int) -> str:
+def _status(
+    journal: Journal, lives: bool, stopping: bool, process: process_record.Process | None, events_at: int
+) -> str:
     # An event of this process, not of one before it: `events_at` is where the log ended when it was started.
     fresh = journal.last is not None and journal.last_offset >= events_at
     if lives and not fresh:
@@ -214,7 +217,7 @@ def _status(journal: Journal, lives: bool, stopping: bool, process: processes.Pr
     return "stopped" if stopping else "died"
 
 
-def _run(folder: Path, journal: Journal, status: str, process: processes.Process | None) -> Run:
+def _run(folder: Path, journal: Journal, status: str, process: process_record.Process | None) -> Run:
     left = None
     if status in LIVE and journal.seconds_per_step and journal.total_steps:
         left = max(0, journal.total_steps - journal.step) * journal.seconds_per_step

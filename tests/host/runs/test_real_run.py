@@ -12,6 +12,7 @@ from backend.host.runs import runs
 from backend.schema.paths import ASSETS
 from backend.schema.settings import from_values
 from backend.schema.training.config import TrainingConfig
+from backend.system import process_record
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 SETTINGS = {
@@ -46,7 +47,7 @@ def test_stopped_resumed_killed_resumed_complete(data):
     run = wait_for(folder, lambda run: run.status == "stopped")
     assert 5 <= run.step < 40 and run.can_resume and run.checkpoints
     stopped_at = run.step
-    wait_for(folder, lambda run: not processes.alive(run.process))
+    wait_for(folder, lambda run: not process_record.alive(run.process))
 
     runs.resume(folder, places=data)
     run = wait_for(folder, lambda run: run.resumed and run.step > stopped_at)
@@ -62,7 +63,7 @@ def test_stopped_resumed_killed_resumed_complete(data):
     assert run.saved[-1].name == "step-40.safetensors" and run.saved[-1].parent == folder
     assert {sample.step for sample in run.samples} >= {8, 16, 24, 32, 40}
     assert all(sample.path.is_file() for sample in run.samples)
-    wait_for(folder, lambda run: not processes.alive(run.process))
+    wait_for(folder, lambda run: not process_record.alive(run.process))
     assert processes.marked(f"run:{folder}") == []
     assert not list(folder.rglob("*.tmp"))
 

@@ -24,6 +24,7 @@ from backend.schema.paths import PROJECT
 from backend.schema.request import GenerationRequest
 from backend.schema.settings import from_flags, from_values
 from backend.schema.training.config import TrainingConfig
+from backend.system import process_record
 from tests.waiting import wait_for
 
 CONFIG = from_values(TrainingConfig, {"name": "Red cat №1 / ../x", "num_epochs": 3})
@@ -210,7 +211,7 @@ def test_ended_at_once_by_us_it_is_stopped_not_died(small):
     (folder / "events.jsonl").mkdir()
     psutil.Process(process.pid).resume()
     assert runs.kill(folder, grace_seconds=0)
-    assert not processes.alive(process)
+    assert not process_record.alive(process)
     (folder / "events.jsonl").rmdir()
     (folder / "kept.jsonl").rename(folder / "events.jsonl")
     assert status(folder) == "stopped"
@@ -245,7 +246,7 @@ def test_a_resumed_run_is_not_taken_for_what_it_was_before(small, data):
     ],
 )
 def test_status_of_a_dead_process(folder, events, stopping, expected):
-    (folder / "process.json").write_text(processes.to_text(processes.Process(os.getpid(), 1.0, ("x",))))
+    (folder / "process.json").write_text(process_record.record_text(process_record.Process(os.getpid(), 1.0, ("x",))))
     if stopping:
         (folder / "stop").write_text("")
     write(folder, *events)
@@ -258,7 +259,7 @@ def test_status_of_a_dead_process(folder, events, stopping, expected):
 
 def test_status_of_a_live_process(folder, started):
     process = started([sys.executable, "-c", "import time; time.sleep(60)"], mark=run.mark(folder))
-    (folder / "process.json").write_text(processes.to_text(process))
+    (folder / "process.json").write_text(process_record.record_text(process))
     assert status(folder) == "starting"
     write(folder, ("phase", {"name": "caching", "done": 3, "total": 12}))
     now = runs.read(folder)
@@ -346,14 +347,14 @@ def test_ending_everything_asks_first_and_spares_the_command_line(small, data, t
     runs.start(deaf, places=data, argv=[sys.executable, "-c", "import time; time.sleep(60)"])
     by_hand = runs.create(CONFIG, data)
     process = processes.start([sys.executable, "-c", "import time; time.sleep(60)"], log=tmp_path / "by_hand.txt")
-    (by_hand / "process.json").write_text(processes.to_text(process))
+    (by_hand / "process.json").write_text(process_record.record_text(process))
     start(10_000)
     wait_for(lambda: runs.read(folder).step > 2)
     ended, left = runs.stop_all(data, grace_seconds=1)
     assert set(ended) == {folder, deaf} and not left
     assert (status(folder), status(deaf)) == ("stopped", "stopped")
     assert '"finished"' in (folder / "events.jsonl").read_text()  # it was let to end by itself
-    assert processes.alive(process)
+    assert process_record.alive(process)
     processes.end_tree(process, grace_seconds=0)
 
 

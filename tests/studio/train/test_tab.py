@@ -13,6 +13,7 @@ from backend.host.process import processes
 from backend.host.runs import status
 from backend.schema.memory_plan import Card
 from backend.schema.messages import to_line
+from backend.system import process_record
 from studio.panels.memory_graph import Use
 from studio.state.context import Studio
 from studio.train import tab as train
@@ -28,7 +29,7 @@ def live_run(data, tmp_path):
     (folder / "config.json").write_text('{"model": "loft/starter", "max_pixels": 16384}')
     argv = [sys.executable, "-c", "import time; time.sleep(60)"]
     process = processes.start(argv, log=tmp_path / "log.txt", mark=status.mark(folder))
-    (folder / "process.json").write_text(processes.to_text(process))
+    (folder / "process.json").write_text(process_record.record_text(process))
     (folder / "events.jsonl").write_text(
         to_line("memory", ram_bytes=2**30, libraries_bytes=2**29) + to_line("memory", ram_bytes=2**30)
     )
