@@ -170,7 +170,7 @@ class ImagePipeline:
             **self._size_of(edited),
             **{name: value for name, value in asked.items() if value is not None},
         }
-        rounded = arguments.round_up(values, multiple=self.family.SIZES.multiple)
+        rounded = arguments.round_up(values, multiple=self.family.sizes(self.pipeline.spec.variant).multiple)
         values |= {
             "prompt": prompt,
             "negative_prompt": negative_prompt,

@@ -196,6 +196,9 @@ class EditRule:
     must: bool = True  # there is no picture without one
     at_output_size: bool = False  # they are brought to the size that is drawn, not to an area of their own
     usual_processor: tuple[str, str] | tuple[()] = ()  # (model id, pattern), as for a tokenizer
+    shown: str = (
+        ""  # how the text encoder is shown them: encodings of variants for which this differs are not each other's
+    )
     hint: str = ""  # what helps whoever gives more than `most`
 
 
@@ -250,6 +253,14 @@ class DrawSettings:
 def settings_of(spec: ModelSpec, *, width: int, height: int, frames: int = 1, guidance: float = 1.0) -> DrawSettings:
     """What is drawn with the model `spec`."""
     return DrawSettings(width, height, frames, guidance=guidance, variant=spec.variant, scheduler=spec.scheduler)
+
+
+def takes_negative(family: Family, variant: str, guidance: float) -> bool:
+    """Whether a picture at this scale goes through the network with a negative prompt as well: so many passes a step, and two prompts."""
+    if not family.DRAWS:
+        return guidance > 1
+    found = family.branches(DrawSettings(0, 0, guidance=guidance, variant=variant))
+    return any(branch.prompt == "negative" for branch in found)
 
 
 class TokenCount(NamedTuple):

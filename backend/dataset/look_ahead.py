@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
-from backend.catalog.family import Family, SizeRule, TokenCount
+from backend.catalog.family import Family, SizeRule, TokenCount, takes_negative
 from backend.dataset.bucket_sampler import Batch, epoch_batches, kept_aside, size_of, steps_of_epoch
 from backend.dataset.captions import lines_of
 from backend.dataset.check_inputs import read_data
@@ -222,7 +222,7 @@ def _facts(config, data: Dataset, sizes: ModelSizes, family: Family) -> dict:
     dropped = told(["", " "]) if section.caption_dropout and not edits else []
     batches, samples = (
         _batches(config, items, shapes),
-        _samples(config, items, shapes, told, family, rule, edits, pixels, seen_pixels),
+        _samples(config, items, shapes, told, family, sizes.variant, rule, edits, pixels, seen_pixels),
     )
     processes = max(config.training.devices, 1)
     per_epoch = steps_of_epoch(batches, processes=processes, accumulation=config.training.gradient_accumulation_steps)
@@ -349,7 +349,16 @@ def _batches(config, items: list[Item], shapes: list) -> int:
 
 
 def _samples(
-    config, items, shapes, told, family: Family, rule: SizeRule, edits: bool, pixels: int, seen_pixels: int
+    config,
+    items,
+    shapes,
+    told,
+    family: Family,
+    variant: str,
+    rule: SizeRule,
+    edits: bool,
+    pixels: int,
+    seen_pixels: int,
 ) -> dict:
     """Of the samples that are drawn between steps: their sizes, and what they are told."""
     section, prompts = config.samples, lines_of(config.samples.sample_prompts)
@@ -372,7 +381,7 @@ def _samples(
     found = told([*prompts, *([EMPTY] * len(prompts))], [*seen, *seen] if edits else ())
     asked = [(section.sample_width or width, section.sample_height or height) for height, width in sizes]
     largest = max(range(len(prompts)), key=lambda index: asked[index][0] * asked[index][1])
-    guided = section.sample_guidance > 1
+    guided = takes_negative(family, variant, section.sample_guidance)
     given = [max(one.given, other.given if guided else 0) for one, other in zip(found, found[len(prompts) :])]
     return {
         "told": found,

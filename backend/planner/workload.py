@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
+from backend.catalog.family import takes_negative
 from backend.families import by_name
 from backend.images.picture_sizes import sizes_of_files
 from backend.planner.costs import prompt_length as words
@@ -33,7 +34,7 @@ COMPUTING = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
 def work_of_request(request: GenerationRequest, sizes: ModelSizes, *, computing: str = "bfloat16") -> Work:
     """What drawing `request` asks of the model."""
     said = sizes.defaults
-    guided = request.guidance > 1 and said.get("guidance", True)
+    guided = said.get("guidance", True) and takes_negative(by_name(sizes.family), sizes.variant, request.guidance)
     pictures = (sizes_of_files(request.edit_images) or ((1, 1),)) if "reference_pixels" in said else ()
     prompts = [request.prompt, *([request.negative_prompt] if guided else [])]
     seen = [words.seen_each(sizes, pictures)] * len(prompts) if pictures else ()
@@ -115,7 +116,7 @@ def work_of_training(config: TrainingConfig, sizes: ModelSizes) -> tuple[Work, L
         height=max(height // cell, 1) * cell,
         frames=1,
         steps=samples.sample_inference_steps,
-        guidance=samples.sample_guidance > 1,
+        guidance=takes_negative(by_name(sizes.family), sizes.variant, samples.sample_guidance),
         **{
             "text_tokens": words,
             **_of_edited(sizes, _brought_to(sizes.defaults, config.dataset.edit_pixels), (), words),

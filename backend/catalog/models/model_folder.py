@@ -88,9 +88,18 @@ def request_defaults(
     return {**family.DEFAULTS.request, **(usual or {}), **known}
 
 
+def check_multiple(spec: ModelSpec, family: Family, *, width: int, height: int) -> None:
+    """Raises Trouble for a side that the model's latents do not come to."""
+    multiple = family.sizes(spec.variant).multiple
+    for name, value in (("Width", width), ("Height", height)):
+        if value % multiple or value < multiple:
+            raise Trouble("bad_value", f"{name} is {value}; this model needs a multiple of {multiple}.")
+
+
 def check_size(spec: ModelSpec, family: Family, *, width: int, height: int) -> None:
-    """Raises Trouble where the model's `_sizes` in its model_index.json, a list of [width, height], do not hold this
-    one."""
+    """Raises Trouble where the model draws no pictures of that size: for a side of another multiple, or where `_sizes`
+    in its model_index.json, a list of [width, height], do not hold this one."""
+    check_multiple(spec, family, width=width, height=height)
     said = _said(spec, family, "_sizes")
     sizes = [size for size in said if isinstance(size, list) and len(size) == 2] if isinstance(said, list) else []
     if sizes and [width, height] not in sizes:

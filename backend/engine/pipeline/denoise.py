@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from backend.catalog.family import Latents, Levels, each_stream
+from backend.catalog.models import model_folder
 from backend.catalog.models.supported import check_draws
 from backend.engine.acceleration import apply
 from backend.engine.devices import device_memory
 from backend.engine.pipeline import oom_fallback, request_checks, sampler
 from backend.engine.pipeline.guidance import guided
 from backend.schema import measured_choices
-from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest
 
 
@@ -19,10 +19,7 @@ def check(pipeline, request: GenerationRequest, num_edited: int = 0) -> None:
     """Raises Trouble where the model cannot draw what is asked for with so many pictures to edit, or lacks a part."""
     family, spec = pipeline.family, pipeline.spec
     check_draws(family, variant=spec.variant, title=spec.title)
-    multiple = family.sizes(spec.variant).multiple
-    for name, value in (("Width", request.width), ("Height", request.height)):
-        if value % multiple or value < multiple:
-            raise Trouble("bad_value", f"{name} is {value}; this model needs a multiple of {multiple}.")
+    model_folder.check_multiple(spec, family, width=request.width, height=request.height)
     request_checks.check(spec, family, num_edited, must=False)
     phases = [
         family.parts_of(phase, spec.variant, pictures=bool(num_edited)) for phase in ("denoise", "text", "decode")

@@ -80,8 +80,8 @@ EDITS = {
     "edit": EditRule(
         most=1, usual_processor=_PROCESSOR, hint="Give one, or choose Qwen-Image-Edit-2509 or a later one."
     ),
-    "edit-2509": EditRule(most=None, usual_processor=_PROCESSOR),
-    "edit-2511": EditRule(most=None, usual_processor=_PROCESSOR),
+    "edit-2509": EditRule(most=None, shown="numbered, at their own size", usual_processor=_PROCESSOR),
+    "edit-2511": EditRule(most=None, shown="numbered, at their own size", usual_processor=_PROCESSOR),
 }
 EDIT_HINT = "Choose a Qwen-Image-Edit model. A single file is known for one by that name, as in Qwen-Image-Edit-2509.safetensors."
 VARIANT_CONFIG = {"edit-2511": {"zero_cond_t": True}}

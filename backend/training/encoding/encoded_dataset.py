@@ -150,7 +150,8 @@ def read(folder: Path, base: Base, config) -> Source:
             else "with pictures to edit, which it does not take"
         )
         raise Trouble("bad_value", f"The encodings in {folder} were made {how}: {base.spec.title}.")
-    if is_editing(base) and "edit" in (made_for := {table["variant"], base.spec.variant}) and len(made_for) > 1:
+    rules = [base.family.EDITS.get(variant) for variant in (table["variant"], base.spec.variant)]
+    if is_editing(base) and (rules[0] is None or rules[0].shown != rules[1].shown):
         raise Trouble(
             "bad_value",
             f"The encodings in {folder} are of the variant {table['variant']}, which sees pictures otherwise than {base.spec.title}.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 
+from backend.catalog.family import takes_negative
 from backend.dataset.generated_prompts import EMPTY
 from backend.engine.devices.device_memory import probe
 from backend.engine.tracing import live_tensors
@@ -132,7 +133,8 @@ def samples_of(run) -> dict:
     if not run.source.samples:
         return {}
     first = run.source.samples[0]
-    guided = run.config.samples.sample_guidance > 1
+    base = run.base
+    guided = takes_negative(base.family, base.spec.variant, run.config.samples.sample_guidance)
     tokens = [
         run.peaks.text_tokens(prompt, first.references) for prompt in (first.prompt, *((EMPTY,) if guided else ()))
     ]
