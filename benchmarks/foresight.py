@@ -251,7 +251,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--own", type=int, default=2)
     parser.add_argument("--guess", action="store_true")
-    parser.add_argument("--only", default="", help="flags of one run, in the place of random ones")
+    parser.add_argument(
+        "--only", action="append", help="flags of a run, in the place of a random job; may be said more than once"
+    )
     said = parser.parse_args()
     draw = random.Random(said.seed)
     with tempfile.TemporaryDirectory() as folder:
@@ -269,11 +271,11 @@ def main() -> None:
             "| # | model | job | phase | before | after | measured MiB | error before | error after |\n|---|---|---|---|---|---|---|---|---|"
         )
         peaks, phases = [], []
-        for number in range(said.count):
+        for number in range(len(said.only) if said.only else said.count):
             which = draw.randrange(len(models))
             if said.only or draw.random() < 0.7:
                 base = pictures(data / "pictures" / str(number), draw)
-                words = said.only or run_flags(draw)
+                words = said.only[number] if said.only else run_flags(draw)
                 flags = [
                     *shlex.split(words),
                     "--model",

@@ -29,6 +29,7 @@ from backend.schema.untrusted import is_folder, read_object_or_empty
 
 MEMORY = ASSETS / "memory"
 
+FILE_BYTES = 2  # of each number in a published model's files, which are taken to be bfloat16 throughout
 NOTHING = untraced_model.Seen()
 EMBEDDING = re.compile(
     r"(embed_tokens|shared|[a-z]+_embedding|embeddings?)\.weight$"
@@ -288,8 +289,20 @@ def _published_part(family: str, name: str, said: dict, folder: Path | None) -> 
     blocks = [Numbers(**_counts(table["numel"][block])) for block, depth in depths.items() for _ in range(depth)]
     other = Numbers(**_counts(table["numel"][""]))
     linears = _counted(table, depths)
-    sizes = PartSizes(name, kind, table, tuple(blocks), other, depths, linears, outside=_outside(table))
-    return PartSizes(**{**sizes.__dict__, "file_bytes": sizes.bytes("bfloat16", "bfloat16")})
+    in_file = tuple(FILE_BYTES * (one.matrix + one.rest + one.precise) for one in blocks)
+    around = FILE_BYTES * (other.matrix + other.rest + other.precise)
+    return PartSizes(
+        name,
+        kind,
+        table,
+        tuple(blocks),
+        other,
+        depths,
+        linears,
+        file_bytes=around + sum(in_file),
+        outside=_outside(table),
+        in_file=in_file,
+    )
 
 
 def _inner(config: dict, key: str):
@@ -324,14 +337,16 @@ def _of_spec(spec: ModelSpec, folder: Path | None) -> ModelSizes:
     estimating = tuple(name for name, part in parts.items() if not part.table)
     variant, whole = _variant(facts.get("variants", {}), spec, parts)
     read = set(parts)
-    if whole and read <= set(DENOISERS) and not spec.missing:  # a family whose other parts are not read
+    unread = read <= set(DENOISERS) and not spec.missing  # a family whose other parts are not read
+    if whole and (unread or spec.variant in by_name(spec.family).NOT_DRAWN):
         parts |= {
             name: _published_part(spec.family, name, said, folder)
             for name, said in variant["parts"].items()
             if name not in parts
         }
     presumed = tuple(name for name in parts if name not in read)
-    absent = spec.missing or (() if "vae" in parts else ("text_encoder", "vae"))
+    needed = spec.missing or (() if "vae" in parts else ("text_encoder", "vae"))
+    absent = [name for name in needed if name not in parts]
     geometry = variant.get("geometry") or facts.get("geometry") or {"compression": 8, "patch": 2, "video": False}
     defaults = dict(variant.get("defaults", {}))
     if "reference_pixels" in defaults:
