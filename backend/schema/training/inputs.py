@@ -41,7 +41,8 @@ class ModelSection:
     quant_options: str | None = knob(
         None,
         help="Frozen parts to quantize, semicolon-separated `model:method[/layers left out]`, the model as for `fp8_models`. Methods: int8; "
-        "bitsandbytes_nf4, _fp4, _int8 and torchao_int8_w8a16, _fp8_w8a16, _nvfp4_w4a16 with those packages; for encoders also others of torchao.",
+        "bitsandbytes_nf4, _fp4, _int8, torchao_int8_w8a16, _fp8_w8a16, _nvfp4_w4a16 and comfy_kitchen_int8_w8a8, _fp8_w8a8 with those packages; for "
+        "encoders also others of torchao.",
         label="Quantization",
         level="advanced",
     )
