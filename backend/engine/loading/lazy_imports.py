@@ -4,6 +4,9 @@ Saves seconds and memory at start. Four things are kept out while such a module 
 afterwards: the two packages of diffusers that import every network there is, torch's compiler (torch._dynamo, loaded on
 first use), diffusers' hooks for peft (training here uses peft itself), and, in a process that is not one of several,
 transformers' tensor parallelism (torch.distributed.tensor).
+
+All of this rests on private parts of the three libraries (docs/private_api.md). `LOFT_LAZY_IMPORTS=0` in the environment
+turns it off: everything is then imported as the libraries do, which is slower to start and gives the same pictures.
 """
 
 from __future__ import annotations
@@ -19,12 +22,19 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+SWITCH = "LOFT_LAZY_IMPORTS"  # environment variable; "0" turns lazy imports off
 _EAGER = ("diffusers.models.transformers", "diffusers.models.autoencoders")
 
 
+def is_on() -> bool:
+    """Whether imports are lazy: yes, unless the environment says LOFT_LAZY_IMPORTS=0."""
+    return os.environ.get(SWITCH, "").strip().lower() not in ("0", "no", "off", "false")
+
+
 def import_module(name: str) -> ModuleType:
-    """`importlib.import_module`; for diffusers, transformers and peft without the expensive imports named above."""
-    if name in sys.modules or name.partition(".")[0] not in ("diffusers", "transformers", "peft"):
+    """`importlib.import_module`; for diffusers, transformers and peft without the expensive imports named above, unless
+    they are turned off (`is_on`)."""
+    if not is_on() or name in sys.modules or name.partition(".")[0] not in ("diffusers", "transformers", "peft"):
         return importlib.import_module(name)
     with _without_compiler(), _without_dtensor():
         if name.startswith("diffusers."):
