@@ -289,6 +289,7 @@ def _emit(
         fits=fits,
         verdict=verdict,
         phases=phases,
+        layout=layout.parts,
         configs=_configs(layout, terms, card),
         vram_limit_gib=_limit(layout, terms),
         resident_blocks=resident,

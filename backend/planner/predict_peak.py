@@ -16,23 +16,6 @@ from backend.planner.workload import work_of_training
 from backend.schema.memory_plan import DISK, PhasePlan, VramPlan
 
 
-def layouts_of(plan: VramPlan, computing: str) -> dict[str, PartLayout]:
-    """The arrangement that `plan` stands for."""
-    found = {}
-    for name, config in plan.configs.items():
-        storage = FP8 if FP8 in (config.onload_dtype, config.preparing_dtype) else computing
-        home = "disk" if DISK in (config.offload_device, config.onload_device) else "ram"
-        mode = "streamed" if plan.streamed_blocks.get(name) else "parked" if _leaves(config) else "resident"
-        found[name] = PartLayout(
-            mode, storage, home, len(plan.resident_blocks.get(name, ())) if mode == "streamed" else 0
-        )
-    return found
-
-
-def _leaves(config) -> bool:
-    return config.managed and config.offload_device != config.computation_device
-
-
 def live_bytes(plan: VramPlan, sizes: ModelSizes, work: Work, fixed: Fixed) -> dict[str, int]:
     """Phase -> bytes of tensors alive at once on the device, were `work` done as `plan` keeps the weights."""
     return {phase: one.live_bytes for phase, one in phases(plan, sizes, work, fixed).items()}
@@ -45,7 +28,7 @@ def high_bytes(plan: VramPlan, sizes: ModelSizes, work: Work, fixed: Fixed) -> d
 
 def phases(plan: VramPlan, sizes: ModelSizes, work: Work, fixed: Fixed) -> dict[str, PhasePlan]:
     """Each phase of `work`, done as `plan` keeps the weights."""
-    layouts, point = layouts_of(plan, work.computing), point_of(sizes, work)
+    layouts, point = dict(plan.layout), point_of(sizes, work)
     for name in layouts.keys() & set(DENOISERS):
         layouts[name] = replace(layouts[name], whole=work.compiled, codes=work.fp8_products)
     text = [part for name, part in sizes.parts.items() if name not in (*DENOISERS, "vae")]
@@ -83,9 +66,7 @@ def _weights(layouts: dict[str, PartLayout], sizes: ModelSizes, active: set[str]
     held, staging = 0, 0
     for name, part in sizes.parts.items():
         dtype = work.decoder_dtype if name == "vae" else work.computing
-        layout = layouts.get(name, PartLayout())
-        if not layout.storage.startswith("float8"):
-            layout = replace(layout, storage=dtype)
+        layout = layouts.get(name, PartLayout(storage=dtype))
         weights, buffers = on_card(part, layout, name in active, dtype)
         held, staging = held + weights, max(staging, buffers)
     return held + staging

@@ -110,13 +110,26 @@ class Remedy:
 
 
 @dataclass(frozen=True)
+class PartLayout:
+    """Where one part's weights are: always on the card, there in its phase, or block by block from `home`."""
+
+    mode: str = "resident"  # "resident" | "parked" | "streamed"
+    storage: str = "bfloat16"  # a dtype, or what is quantized how (`catalog.quantization.methods`)
+    home: str = "ram"  # "ram" | "disk", of what is not on the card
+    on_card: int = 0  # blocks that stay while the others are streamed
+    whole: bool = False  # what a compiled block takes is cast all together
+    codes: bool = False  # FP8 is multiplied with as it is
+
+
+@dataclass(frozen=True)
 class VramPlan:
     """What a job will need on a card and how its weights are to be placed so that it fits."""
 
     fits: bool
     verdict: str  # "green" | "amber" | "red"
     phases: tuple[PhasePlan, ...]
-    configs: dict[str, VramConfig]  # part -> four states
+    layout: dict[str, PartLayout]  # part -> where its weights are, from which the rest follows
+    configs: dict[str, VramConfig]  # part -> the same as four states
     vram_limit_gib: float | None
     resident_blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
     streamed_blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)

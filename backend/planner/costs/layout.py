@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from backend.schema.memory_plan import PartLayout
+
 MIB = 2**20
 DENOISERS = ("dit", "dit2")
 FP8 = "float8_e4m3fn"
@@ -65,18 +67,6 @@ class Work:
     def encodes(self) -> bool:
         """Whether pictures go through the autoencoder before the first step."""
         return bool(self.from_picture or self.reference_pictures or self.reference_tokens)
-
-
-@dataclass(frozen=True)
-class PartLayout:
-    """Where one part's weights are: always on the card, there in its phase, or block by block from `home`."""
-
-    mode: str = "resident"  # "resident" | "parked" | "streamed"
-    storage: str = "bfloat16"  # a dtype, or what is quantized how (`catalog.quantization.methods`)
-    home: str = "ram"  # "ram" | "disk", of what is not on the card
-    on_card: int = 0  # blocks that stay while the others are streamed
-    whole: bool = False  # what a compiled block takes is cast all together
-    codes: bool = False  # FP8 is multiplied with as it is
 
 
 @dataclass(frozen=True)
