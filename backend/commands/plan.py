@@ -259,7 +259,7 @@ def _model(name: str) -> ModelSpec | str:
         return name
     here = None
     with contextlib.suppress(Trouble):  # it is not on this machine
-        here = download.find_model(name, folders=[Path(folder) for folder in download.preferences().model_folders])
+        here = download.find_model(name)
     if here is not None:
         return identify_model(here, families.FAMILIES)
     return name if download.is_offline() else _far_away(name)

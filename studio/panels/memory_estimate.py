@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from backend.catalog.hub import remote_headers
 from backend.catalog.hub.download import is_id
+from backend.catalog.hub.find_files import find_spec, names_files
 from backend.catalog.spec import ModelSpec
 from backend.dataset.look_ahead import Ahead, dataset_changes, look_ahead
 from backend.host import background_estimates
@@ -21,7 +22,7 @@ from backend.schema.json_values import parse_json, printable
 from backend.schema.memory_plan import GIB, Card
 from backend.schema.messages import Trouble
 from backend.schema.settings import from_values
-from backend.schema.training.config import TrainingConfig
+from backend.schema.training.config import ModelSection, TrainingConfig
 from backend.schema.untrusted import exists
 from backend.system import gpu_probe
 from studio.state import library
@@ -77,26 +78,28 @@ def this_card(studio: Studio) -> Card:
     return gpu_probe.choose(cards, wish.device)
 
 
-def sizes_of_model(studio: Studio, value: str) -> tuple[ModelSizes, ModelSpec | None, bool]:
-    """Sizes of the model that a form calls `value`, the model where its headers are known, and whether somebody is finding out more: from its
-    files' headers, here or far away, else as published. Raises Trouble for a model of which nothing is known (yet)."""
-    here = library.models(studio)
-    spec = next(
-        (one for one in here if isinstance(one, ModelSpec) and value in (library.model_id(one, studio), str(one.path))),
-        None,
-    )
-    far = remote_headers.known(value, studio.families, here=studio.places) if spec is None and is_id(value) else None
+def sizes_of_model(studio: Studio, model: str | ModelSection) -> tuple[ModelSizes, ModelSpec | None, bool]:
+    """Sizes of the model that a form means, the model where its headers are known, and whether somebody is finding out
+    more: from its files' headers, here or far away, else as published. `model`: its name, or the section of a training
+    form, which may name files one by one. Raises Trouble for a model of which nothing is known (yet)."""
+    if isinstance(model, ModelSection):
+        if names_files(model):
+            spec, _ = find_spec(model, offline=True)
+            return sizes_of(spec, folder=background_estimates.folder(studio.places)), spec, False
+        model = model.model
+    spec = library.model_of(library.models(studio), model, studio)
+    far = remote_headers.known(model, studio.families, here=studio.places) if spec is None and is_id(model) else None
     spec = far if isinstance(far, ModelSpec) else spec
     if spec is not None:
         sizes = sizes_of(spec, folder=background_estimates.folder(studio.places))
         return sizes, spec, False  # what it lacks depends on the job
-    asks = far is None and background_estimates.ask_name(value, studio.places)
+    asks = far is None and background_estimates.ask_name(model, studio.places)
     try:
-        return sizes_of(value.rsplit("/", 1)[-1]), None, asks
+        return sizes_of(model), None, asks
     except Trouble:
         if asks:
-            raise Trouble("estimating", f"the sizes of {value} are being read from where it is.") from None
-        raise far or Trouble("not_recognised", f"nothing is known of {value}.") from None
+            raise Trouble("estimating", f"the sizes of {model} are being read from where it is.") from None
+        raise far or Trouble("not_recognised", f"nothing is known of {model}.") from None
 
 
 def answers(studio: Studio) -> tuple[int, ...]:
@@ -106,7 +109,7 @@ def answers(studio: Studio) -> tuple[int, ...]:
     return (*background_estimates.stamp(studio.places), *changed, dataset_changes())
 
 
-def estimate(studio: Studio, model: str, job: object, *, what_if: str) -> PageEstimate:
+def estimate(studio: Studio, model: str | ModelSection, job: object, *, what_if: str) -> PageEstimate:
     """Raises Trouble for a model of which nothing is known, and where no estimate can be made of what the files say."""
     try:
         return _estimate(studio, model, job, what_if=what_if)
@@ -121,7 +124,7 @@ def estimate(studio: Studio, model: str, job: object, *, what_if: str) -> PageEs
         ) from None
 
 
-def _estimate(studio: Studio, model: str, job: object, *, what_if: str) -> PageEstimate:
+def _estimate(studio: Studio, model: str | ModelSection, job: object, *, what_if: str) -> PageEstimate:
     sizes, spec, asks = sizes_of_model(studio, model)
     seen = _ahead(studio, job, sizes)
     found = estimate_for_page(
@@ -139,7 +142,8 @@ def _estimate(studio: Studio, model: str, job: object, *, what_if: str) -> PageE
 
 
 def asked_of(job: object, what_if: str, more: str = "") -> str:
-    """The mark that what would fit was asked of this job on this card; `more`: GiB that would be free besides, as it was typed."""
+    """The mark that what would fit was asked of this job on this card; `more`: GiB that would be free besides, as it
+    was typed."""
     return f"{hashlib.sha256(repr((job, what_if)).encode()).hexdigest()[:12]}|{more}"
 
 
@@ -154,7 +158,7 @@ def asked_again(act: str, what: str, job: object, what_if: str) -> str | None:
     return "" if act == "unask" else None
 
 
-def told(studio: Studio, model: str, job: object, *, what_if: str, asked: str) -> str:
+def told(studio: Studio, model: str | ModelSection, job: object, *, what_if: str, asked: str) -> str:
     """The answers as HTML, where they were asked of this very job; else the button that asks."""
     more = asked.partition("|")[2]
     if asked != asked_of(job, what_if, more):
@@ -204,12 +208,13 @@ def _ahead(studio: Studio, job: object, sizes: ModelSizes) -> Ahead:
 
 
 def settings_that_fit(studio: Studio, config, found: PageEstimate, *, what_if: str) -> dict[str, object]:
-    """Settings of a run with which it fits: the plan's, and before them those of its advice, where settings alone are advised."""
+    """Settings of a run with which it fits: the plan's, and before them those of its advice, where settings alone are
+    advised."""
     helps = found.plan.remedy
     if helps is None or not helps.settings or helps.preferences or helps.freed_bytes or helps.ram_gib or helps.card_gib:
         return found.plan.settings
     changed = from_values(type(config), helps.settings, base=config)
-    return helps.settings | estimate(studio, changed.model.model, changed, what_if=what_if).plan.settings
+    return helps.settings | estimate(studio, changed.model, changed, what_if=what_if).plan.settings
 
 
 def no_panel(trouble: Trouble) -> str:
@@ -225,8 +230,8 @@ def panel(
     refused_as: str = "Not this size",
     answers: str = "",
 ) -> str:
-    """The whole panel as HTML. `answers`: of `told`. `fit`: offer to change the form as the plan wants it. `refused`: a notice why the model would not do this
-    job, however well it fits; `refused_as`: in a word or two."""
+    """The whole panel as HTML. `answers`: of `told`. `fit`: offer to change the form as the plan wants it. `refused`: a
+    notice why the model would not do this job, however well it fits; `refused_as`: in a word or two."""
     look, words = ("bad", refused_as) if refused else VERDICTS[found.plan.verdict]
     seconds = _seconds_words(found.plan.seconds)
     low, high = size_words(found.plan.peak_low_bytes), size_words(found.plan.peak_high_bytes)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from backend.catalog.family import Family
+from backend.catalog.hub.download import find_model
 from backend.catalog.lora import fit
 from backend.catalog.models import capabilities as catalog_edits
 from backend.catalog.models import library, model_folder
@@ -97,10 +98,8 @@ def lora_choices(
 
 def family_of(found: Sequence[ModelSpec | Trouble], value: str, studio: Studio) -> str:
     """The family's name of the model that a request calls `value`, "" where it is not known."""
-    for spec in found:
-        if isinstance(spec, ModelSpec) and value in (model_id(spec, studio), str(spec.path)):
-            return spec.family
-    return ""
+    spec = model_of(found, value, studio)
+    return spec.family if spec is not None else ""
 
 
 def request_defaults(found: Sequence[ModelSpec | Trouble], value: str, studio: Studio) -> dict[str, object]:
@@ -108,7 +107,7 @@ def request_defaults(found: Sequence[ModelSpec | Trouble], value: str, studio: S
     for spec, module in _called(found, value, studio):
         return model_folder.request_defaults(spec, module)
     try:
-        family = sizes_of(value.rsplit("/", 1)[-1]).family
+        family = sizes_of(value).family
     except Trouble:
         return {}
     return next((module.DEFAULTS.request for module in studio.families if family == module.NAME), {})
@@ -125,7 +124,7 @@ def edits(found: Sequence[ModelSpec | Trouble], value: str, studio: Studio) -> b
     for spec, module in _called(found, value, studio):
         return catalog_edits.edits(spec, module)
     try:
-        sizes = sizes_of(value.rsplit("/", 1)[-1])
+        sizes = sizes_of(value)
     except Trouble:
         return False
     family, variant = sizes.family, sizes.variant
@@ -141,11 +140,17 @@ def check_edits(
 
 
 def _called(found: Sequence[ModelSpec | Trouble], value: str, studio: Studio) -> list[tuple[ModelSpec, Family]]:
-    """The models that a request calls `value`, each with its family."""
-    specs = [
-        spec for spec in found if isinstance(spec, ModelSpec) and value in (model_id(spec, studio), str(spec.path))
-    ]
-    return [(spec, module) for spec in specs for module in studio.families if spec.family == module.NAME]
+    """The models that a request calls `value`, each with its family: as the page lists them, else as the worker and the
+    trainer look for a name or path."""
+    specs = [one for one in found if isinstance(one, ModelSpec)]
+    named = [spec for spec in specs if value in (model_id(spec, studio), str(spec.path))]
+    if not named:
+        try:
+            path = find_model(value, here=studio.places).resolve()
+        except (Trouble, OSError, ValueError):
+            return []
+        named = [spec for spec in specs if spec.path.resolve() == path]
+    return [(spec, module) for spec in named for module in studio.families if spec.family == module.NAME]
 
 
 def family_title(name: str, studio: Studio) -> str:

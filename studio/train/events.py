@@ -78,7 +78,7 @@ def _wire_form(studio: Studio, tab: Train, ui: gr.BrowserState, redraw: Callable
             return unchanged(fields), choice | {"asked": asked}
         config = _shown_or_kept(studio, tab, values)
         try:
-            found = memory_estimate.estimate(studio, config.model.model, config, what_if=choice["card"])
+            found = memory_estimate.estimate(studio, config.model, config, what_if=choice["card"])
         except Trouble:
             return unchanged(fields), choice
         settings = memory_estimate.settings_that_fit(studio, config, found, what_if=choice["card"])

@@ -301,7 +301,7 @@ def predicted_bytes(studio: Studio, run: runs.Run) -> int:
     """The likely peak of a run with its settings on this machine, 0 where nothing is known."""
     try:
         config = runs.config_of(run.folder)
-        return memory_estimate.estimate(studio, config.model.model, config, what_if="").plan.peak_high_bytes
+        return memory_estimate.estimate(studio, config.model, config, what_if="").plan.peak_high_bytes
     except Trouble:
         return 0
 
@@ -312,8 +312,8 @@ def plan_of(
     """The estimate for a run; it offers to set what the plan wants otherwise than the form has it. `asked`: what of it
     was asked besides. `wrong`: of `troubles_of_run`, where that was asked already."""
     try:
-        found = memory_estimate.estimate(studio, config.model.model, config, what_if=what_if)
-        told = memory_estimate.told(studio, config.model.model, config, what_if=what_if, asked=asked)
+        found = memory_estimate.estimate(studio, config.model, config, what_if=what_if)
+        told = memory_estimate.told(studio, config.model, config, what_if=what_if, asked=asked)
     except Trouble as trouble:
         return memory_estimate.no_panel(trouble)
     now, wrong = to_values(config), troubles_of_run(studio, config) if wrong is None else wrong
@@ -329,7 +329,7 @@ def troubles_of_run(studio: Studio, config: TrainingConfig) -> list[Trouble]:
     is known here."""
     found = named_troubles(config)
     try:
-        sizes, spec, _ = memory_estimate.sizes_of_model(studio, config.model.model)
+        sizes, spec, _ = memory_estimate.sizes_of_model(studio, config.model)
     except Trouble:
         return found  # nothing is known of the model (yet): the run itself tells
     family = next((one for one in studio.families if sizes.family == one.NAME), None)

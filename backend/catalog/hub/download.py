@@ -36,7 +36,7 @@ def resolve(
     model_id: str,
     pattern: str,
     *,
-    folders: Iterable[Path] = (),
+    folders: Iterable[Path] | None = None,
     source: str | None = None,
     offline: bool | None = None,
     here: Places | None = None,
@@ -69,9 +69,9 @@ def resolve(
     return found
 
 
-def find_model(name: str, *, folders: Iterable[Path] = (), here: Places | None = None) -> Path:
+def find_model(name: str, *, folders: Iterable[Path] | None = None, here: Places | None = None) -> Path:
     """The folder or file of the model called `name`: where it lies in a models folder (an id that is here already, or a
-    folder without an owner), or a path. Raises Trouble("missing_model")."""
+    folder without an owner), or a path. `folders`: as for `local_roots`. Raises Trouble("missing_model")."""
     if _is_inner(name):
         for root in local_roots(name, folders=folders, here=here):
             if is_folder(root) or is_file(root):
@@ -110,9 +110,11 @@ def model_folders(here: Places | None = None) -> list[Path]:
     return list(dict.fromkeys(folder.absolute() for folder in found))
 
 
-def local_roots(model_id: str, *, folders: Iterable[Path] = (), here: Places | None = None) -> list[Path]:
-    """Where the folder of `model_id` may lie, in the order in which they are asked."""
-    roots = [Path(folder) / model_id for folder in (*model_folders(here), *folders)]
+def local_roots(model_id: str, *, folders: Iterable[Path] | None = None, here: Places | None = None) -> list[Path]:
+    """Where the folder of `model_id` may lie, in the order in which they are asked. `folders`: after the usual ones;
+    None for those of the preferences."""
+    more = map(Path, preferences(here).model_folders) if folders is None else folders
+    roots = [Path(folder) / model_id for folder in (*model_folders(here), *more)]
     owner, _, name = model_id.partition("/")
     return [*roots, ASSETS / name] if owner == "loft" else roots
 

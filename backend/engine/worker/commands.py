@@ -229,7 +229,7 @@ class Work:
         self.wire.say("estimate", id=id, **asdict(self._plan(self._spec(request), request)[0]))
 
     def _spec(self, request: GenerationRequest) -> ModelSpec:
-        path = download.find_model(request.model, folders=[Path(folder) for folder in self.preferences.model_folders])
+        path = download.find_model(request.model)
         spec = identify_model(path, families.FAMILIES)
         return model_folder.completed(spec, families.by_name(spec.family))
 

@@ -230,10 +230,12 @@ def known_models() -> tuple[str, ...]:
 
 def _of_name(name: str, folder: Path | None) -> ModelSizes:
     wanted = name.strip().lower()
+    _, slash, bare = wanted.partition("/")  # a copy under another owner is counted as what it is called
+    spellings = {wanted, bare} if slash and "/" not in bare else {wanted}
     for family, facts in published()["families"].items():
         for key, variant in facts["variants"].items():
             ids = [key, variant["title"], *variant["ids"], *(one.partition("/")[2] for one in variant["ids"])]
-            if wanted in (one.lower() for one in ids):
+            if not spellings.isdisjoint(one.lower() for one in ids):
                 parts = {part: _published_part(family, part, said, folder) for part, said in variant["parts"].items()}
                 geometry = variant.get("geometry", facts["geometry"])
                 return ModelSizes(

@@ -279,7 +279,6 @@ def raised(ask: Callable[[], object]) -> Iterable[Trouble]:
 RULES: tuple[Callable[[Case], Iterable[Trouble]], ...] = (
     input_rules.model_rules,
     _parts,
-    input_rules.part_rules,
     _adapter,
     _preset,
     storage_rules.rules,
@@ -289,4 +288,5 @@ RULES: tuple[Callable[[Case], Iterable[Trouble]], ...] = (
     _vram,
     _files,
     input_rules.stage_rules,
+    input_rules.part_rules,
 )

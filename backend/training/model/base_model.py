@@ -12,20 +12,16 @@ from pathlib import Path
 import torch
 
 from backend.catalog.family import Family
-from backend.catalog.hub.download import find_model, resolve
-from backend.catalog.hub.part_entries import listed_paths, split_id
-from backend.catalog.models import model_folder
-from backend.catalog.models.identify import identify_files, identify_model
+from backend.catalog.hub.find_files import find_spec
 from backend.catalog.spec import ModelSpec
 from backend.engine.loading import check_finite
 from backend.engine.loading.load import load_part
 from backend.engine.quantization.config import QuantizeConfig
 from backend.engine.quantization.quantized_part import load_quantized
-from backend.families import FAMILIES, by_name
+from backend.families import by_name
 from backend.schema.memory_plan import VramConfig
 from backend.schema.messages import Trouble
-from backend.schema.untrusted import exists, is_file, is_folder
-from backend.system.text_files import listed
+from backend.schema.training.config import ModelSection
 from backend.training.model import frozen_weights
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -40,46 +36,14 @@ class Base:
     entries: dict[str, str] = field(default_factory=dict)  # part -> entry of model_paths or model_id_with_origin_paths
 
 
-def find_base(section) -> Base:
+def find_base(section: ModelSection) -> Base:
     """The model that a config's `model` section names; missing files of an id are downloaded. Raises Trouble."""
-    entries = _entries(section)
-    if not entries:
-        spec = identify_model(find_model(section.model), FAMILIES)
-        return Base(spec=spec, family=by_name(spec.family))
-    spec = identify_files(list(entries.values()), FAMILIES)
-    family = by_name(spec.family)
-    named = {}
-    for part in spec.parts.values():
-        named[part.name] = next((entry for entry, paths in entries.items() if set(part.files) <= set(paths)), "")
-    return Base(spec=model_folder.completed(spec, family), family=family, entries=named)
-
-
-def _entries(section) -> dict[str, list[Path]]:
-    """What was written for a model's files -> those files."""
-    entries: dict[str, list[Path]] = {}
-    for shards in listed_paths(section.model_paths):
-        entries[",".join(shards)] = [file for shard in shards for file in _files(Path(shard))]
-    for entry in listed(section.model_id_with_origin_paths):
-        named = split_id(entry)
-        if named is not None:
-            entries[entry] = resolve(*named)
-        elif exists(Path(entry)):
-            entries[entry] = _files(Path(entry))
-        else:
-            raise Trouble(
-                "missing_file" if ":" not in entry else "bad_value",
-                f"{entry!r} in --model_id_with_origin_paths is neither `id:pattern` nor a file or folder that is there.",
-                hint='For example "loft/starter:transformer/*.safetensors".',
-            )
-    return entries
-
-
-def _files(path: Path) -> list[Path]:
-    if is_folder(path):
-        return sorted(path.glob("*.safetensors"))
-    if not is_file(path):
-        raise Trouble("missing_file", f"There is no model file {path}.", hint="Check --model_paths.")
-    return [path]
+    spec, entries = find_spec(section)
+    named = {
+        part.name: next((entry for entry, paths in entries.items() if set(part.files) <= set(paths)), "")
+        for part in (spec.parts.values() if entries else ())
+    }
+    return Base(spec=spec, family=by_name(spec.family), entries=named)
 
 
 def load_parts(

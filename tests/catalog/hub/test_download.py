@@ -318,6 +318,12 @@ def test_models_are_found_by_id_and_path(data, tmp_path):
     assert download.find_model(str(tmp_path)) == tmp_path
     (tmp_path / "more" / "own" / "model").mkdir(parents=True)
     assert download.find_model("own/model", folders=[tmp_path / "more"]) == tmp_path / "more" / "own" / "model"
+    data.user.mkdir(
+        parents=True, exist_ok=True
+    )  # worker, trainer and command line alike look where the preferences say
+    (data.user / "preferences.json").write_text(json.dumps({"model_folders": [str(tmp_path / "more")]}))
+    assert download.find_model("own/model") == tmp_path / "more" / "own" / "model"
+    (data.user / "preferences.json").unlink()
     for name in (
         "my-model",
         "deep/er/model",
