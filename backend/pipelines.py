@@ -1,6 +1,6 @@
 """The Python API, in the shapes that users of DiffSynth-Studio know.
 
-from backend.catalog.family import Family
+from backend.catalog.family import Family, Latents, each_stream
 from backend.pipelines import QwenImagePipeline, ModelConfig
 
 pipe = QwenImagePipeline.from_pretrained(
@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from PIL import Image
 
 from backend import families
-from backend.catalog.family import Family
+from backend.catalog.family import Family, Latents, each_stream
 from backend.catalog.models import model_folder
 from backend.engine.acceleration import apply
 from backend.engine.api import arguments, diffsynth_arguments, diffsynth_names
@@ -199,18 +200,18 @@ class ImagePipeline:
 
     def _size_of(self, edited: Sequence[Image.Image]) -> dict[str, int]:
         """Width and height of what is made of pictures to edit; nothing where there are none."""
-        processor = self.pipeline.parts.get("processor")
+        processor: Any = self.pipeline.parts.get("processor")
         if not edited or processor is None:
             return {}
         sizes, variant = [one.size for one in edited], self.pipeline.spec.variant
         width, height = self.family.edited_size(sizes, variant, processor.reference_pixels)
         return {"width": width, "height": height}
 
-    def _noise(self, request: GenerationRequest, device: str | torch.device) -> torch.Tensor:
+    def _noise(self, request: GenerationRequest, device: str | torch.device) -> Latents:
         device = device_memory.check_device(str(device))
         generator = torch.Generator(device).manual_seed(request.seed)
-        shape = (1, *self.family.latent_shape(request.width, request.height))
-        return torch.randn(shape, generator=generator, device=device)
+        shape = self.family.latent_shape(self.pipeline.settings(request))
+        return each_stream(lambda one: torch.randn((1, *one), generator=generator, device=device), shape)
 
     def load_lora(
         self,

@@ -255,6 +255,8 @@ def test_words_of_diffsynth_scripts_work_or_say_what_to_do(tiny_qwen, monkeypatc
         values(pipe("a cat", cfg_scale=4.0, progress_bar_cmd=lambda steps: steps, **carried, **asked)).tolist()
         == plain.tolist()
     )
+    elsewhere = pipe("a cat", rand_device="cpu:0", **asked)  # drawn on that device, which here is the same
+    assert values(elsewhere).tolist() == plain.tolist()
     tiled = values(pipe("a cat", tiled=True, tile_size=6, tile_stride=4, **asked))
     assert 0 < abs(tiled - plain).mean() < 25  # of random weights, whose tiles show
     for word, sentence in (

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
@@ -60,7 +61,9 @@ class StepCache:
         if not family.CACHED_BLOCKS:
             raise Trouble("not_supported", f"Steps of {family.TITLE} cannot be cached.", hint="Set step_cache to 0.")
         self.module, self.threshold = module, threshold
-        self.lists = {said: module.get_submodule(said.name) for said in family.CACHED_BLOCKS}
+        self.lists: dict[CachedBlocks, nn.ModuleList] = {
+            said: cast(nn.ModuleList, module.get_submodule(said.name)) for said in family.CACHED_BLOCKS
+        }
         if self.num_blocks < FEWEST_BLOCKS:
             raise Trouble(
                 "not_supported",
@@ -104,7 +107,7 @@ class _Call:
     def __init__(self, cache: StepCache, kept: Kept):
         self.cache, self.kept = cache, kept
         self.skips = False
-        self.change: torch.Tensor | None = None
+        self.change = torch.empty(0)  # until the first block has run
         self.begun: tuple[torch.Tensor, ...] = ()
 
     def blocks(self, said: CachedBlocks) -> Iterator:
@@ -132,8 +135,8 @@ class _Call:
     def _begin(self, said: CachedBlocks, block: nn.Module, *args, **kwargs):
         output = block(*args, **kwargs)
         picture = said.streams[-1]
-        self.begun = _streams(output)
-        self.change = self.begun[-1] - (args[picture] if isinstance(picture, int) else kwargs[picture])
+        self.begun = begun = _streams(output)
+        self.change = begun[-1] - (args[picture] if isinstance(picture, int) else kwargs[picture])
         return output
 
     def _last(self, block: nn.Module, *args, **kwargs):
@@ -152,13 +155,14 @@ class _Deciding(nn.Module):
 
     def __init__(self, call: _Call, said: CachedBlocks):
         super().__init__()
-        self.__dict__["call"], self.__dict__["said"] = call, said  # not as children: names of modules stay theirs
+        # not as children: names of modules stay theirs
+        self.__dict__.update(count=len(call.cache.lists[said]), iterate=partial(call.blocks, said))
 
     def __len__(self) -> int:
-        return len(self.call.cache.lists[self.said])
+        return self.__dict__["count"]
 
     def __iter__(self) -> Iterator:
-        return self.call.blocks(self.said)
+        return self.__dict__["iterate"]()
 
 
 def _streams(output) -> tuple[torch.Tensor, ...]:

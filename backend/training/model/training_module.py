@@ -108,7 +108,7 @@ class Learner(torch.nn.Module):
         with self._own_casting(latents.device):
             condition = self.condition(material)
         if material.levels is not None:
-            each = errors(self._drawn(material, condition), latents, material.mask)
+            each = errors(self._drawn(material, material.levels, condition), latents, material.mask)
             return (each * material.weights).sum(), each.detach()
         x = family.noised(latents, noise, sigma, settings).to(self.dtype)
         with self._casting(x.device):
@@ -123,9 +123,10 @@ class Learner(torch.nn.Module):
         """The network that predicts."""
         return next(name for name in self.parts if self.family.PARTS[name].phase == "denoise")
 
-    def _drawn(self, material: Material, condition: Conditioning) -> torch.Tensor:
-        """The picture that the student draws in its few steps; gradients pass through all of them."""
-        settings, levels = material.settings, material.levels
+    def _drawn(self, material: Material, levels: torch.Tensor, condition: Conditioning) -> torch.Tensor:
+        """The picture that the student draws in its few steps, between `levels` (N + 1,); gradients pass through all of
+        them."""
+        settings = material.settings
         x = self.family.initial(material.draws.noise, levels, settings)
         for step in range(len(levels) - 1):
             sigma = levels[step].expand(len(x))
