@@ -165,12 +165,13 @@ class SizeRule:
 class TrainingSchedule:
     """The noise levels that a family is trained at, as DiffSynth-Studio's `FlowMatchScheduler` sets them for training.
 
-    Even levels from 1 down, each shifted to `shift` * s / (1 + (`shift` - 1) * s), then stretched towards 0 so that the last is `terminal`
+    Even levels from 1 down (to `lowest`, itself included, where that is given), each shifted to `shift` * s / (1 + (`shift` - 1) * s), then stretched towards 0 so that the last is `terminal`
     (None: as they are). An exponential shift by mu is `shift` = e^mu.
     """
 
     shift: float
     terminal: float | None = None
+    lowest: float | None = None
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,10 @@ def training_levels(schedule: TrainingSchedule, count: int = NUM_LEVELS) -> torc
 
     DiffSynth-Studio's `FlowMatchScheduler.set_timesteps(count, training=True)`: even levels 1 - i / count, shifted, stretched to `terminal`.
     """
-    even = 1 - torch.arange(count, dtype=torch.float64) / count
+    if schedule.lowest is None:
+        even = 1 - torch.arange(count, dtype=torch.float64) / count
+    else:
+        even = torch.linspace(1.0, schedule.lowest, count, dtype=torch.float64)
     levels = schedule.shift * even / (1 + (schedule.shift - 1) * even)
     if schedule.terminal is not None and count > 1:  # stretching a single level divides nothing by nothing
         levels = 1 - (1 - levels) * (1 - schedule.terminal) / (1 - levels[-1])

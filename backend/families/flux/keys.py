@@ -1,19 +1,12 @@
-"""FLUX.1 (dev, schnell, Krea, Kontext, Fill, Depth, Canny): recognition and names of its transformer; pictures are not made yet."""
+"""FLUX.1's files: how they are known, other projects' names of their modules, sizes from parameter shapes."""
 
 from __future__ import annotations
 
-from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Rule, Signature, SizeRule, TextSign
-from backend.catalog.lora.module_names import CLIP, FIRST, T5
-from backend.families._bfl_keys import DOUBLE, ENDS, SINGLE, denoiser, double_blocks, embedders, single_norms
+from backend.catalog.family import LoraSign, NameMap, Rule, Signature
+from backend.families import _autoencoder_kl, _clip, _t5
+from backend.families._bfl_keys import DOUBLE, ENDS, SINGLE, double_blocks, embedders, single_norms
 
-NAME = "flux"
-TITLE = "FLUX.1"
-WORDS = ("flux-1", "flux1", "flux.1", "lora_flux")
-PIPELINE = "FluxImagePipeline"
-
-PARTS = {
-    "dit": denoiser("diffusers.models.transformers.transformer_flux:FluxTransformer2DModel", "time_text_embed"),
-}
+VAE_SCALING, VAE_SHIFT = 0.3611, 0.1159  # of the published VAE's latents
 
 _OURS = (
     "single_transformer_blocks.{}.proj_mlp.weight",
@@ -39,12 +32,15 @@ def _signatures() -> tuple[Signature, ...]:
         for variant, width in (("fill", 384), ("control", 128)):
             shapes = {embedder: (None, width)}
             found.append(Signature("dit", variant, (*must, guidance), _NOT, shapes, dialect, f"FLUX.1 {variant}"))
-    return tuple(found)
+    return (
+        *found,
+        _clip.signature("text_encoder"),
+        *_t5.signatures("text_encoder_2"),
+        _autoencoder_kl.signature(16, "FLUX.1 VAE"),
+    )
 
 
 SIGNATURES = _signatures()
-WHOLE_CONFIG = {"guidance_embeds": True}
-
 _QKV_MLP = (SINGLE + "attn.to_q", SINGLE + "attn.to_k", SINGLE + "attn.to_v", SINGLE + "proj_mlp")
 _MLP = (("img_mlp.0", "ff.net.0.proj"), ("img_mlp.2", "ff.net.2"), ("txt_mlp.0", "ff_context.net.0.proj"))
 BFL = (
@@ -79,7 +75,7 @@ DIFFSYNTH = (  # a: the picture's stream, b: the text's
     Rule("single_blocks.{}.proj_out", (SINGLE + "proj_out",)),
     Rule("single_blocks.{}.norm.linear", (SINGLE + "norm.linear",)),
 )
-NAME_MAPS = (NameMap("bfl", "dit", BFL), NameMap("diffsynth", "dit", DIFFSYNTH))
+NAME_MAPS = (NameMap("bfl", "dit", BFL), NameMap("diffsynth", "dit", DIFFSYNTH), _t5.names("text_encoder_2"))
 
 _OTHERS = (
     "img_mlp_fc1",
@@ -115,19 +111,16 @@ LORA_SIGNS = (
     ),
 )
 
-LORA_TEXT_SIGNS = (TextSign(CLIP, (768, 3072), FIRST), TextSign(T5, (4096, 10240)))
-LORA = LoraTargets(
-    part="dit",
-    presets={"attention": ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")},
-    default="attention",
-)
-DEFAULTS = Defaults(request={"width": 1024, "height": 1024, "num_inference_steps": 28, "guidance": 3.5})
-SCHEDULER: dict = {}
-SIZES = SizeRule(multiple=16, pixels=1024 * 1024)
-
 
 def config_from_shapes(part: str, shapes: dict[str, tuple[int, ...]]) -> dict:
-    """The sizes that a FLUX.1 transformer's parameters show; rope axes as in the published models where the width is theirs."""
+    """The class's keyword arguments, from parameter shapes; what shapes cannot show is as in the published models."""
+    if part == "vae":
+        return _autoencoder_kl.sizes(shapes, scaling=VAE_SCALING, shift=VAE_SHIFT)
+    return {"dit": _denoiser_sizes, "text_encoder": _clip.sizes, "text_encoder_2": _t5.sizes}[part](shapes)
+
+
+def _denoiser_sizes(shapes: dict[str, tuple[int, ...]]) -> dict:
+    """Rope axes as in the published models where the width is theirs."""
     head = shapes["transformer_blocks.0.attn.norm_q.weight"][0]
     width = shapes["transformer_blocks.0.attn.to_q.weight"][0]
     axes = (16, 56, 56) if head == 128 else (head // 4, head // 8 * 3, head - head // 4 - head // 8 * 3)
@@ -148,53 +141,3 @@ def config_from_shapes(part: str, shapes: dict[str, tuple[int, ...]]) -> dict:
 
 def _count(shapes: dict[str, tuple[int, ...]], beginning: str) -> int:
     return len({name[len(beginning) :].partition(".")[0] for name in shapes if name.startswith(beginning)})
-
-
-def predict(parts: dict, x, sigma, cond: dict, *, part: str = "dit", sigma_next=None):
-    """The velocity (noise - picture) at `x` (B, C, h, w) and `sigma` (B,). `cond`: "embeds" (B, L, 4096) of T5, "pooled" (B, 768) of CLIP and, of
-    models distilled with it, "guidance" (B,)."""
-    import torch
-
-    rows, columns = x.shape[-2] // 2, x.shape[-1] // 2
-    grid = torch.zeros(rows, columns, 3, device=x.device, dtype=x.dtype)
-    grid[..., 1] += torch.arange(rows, device=x.device)[:, None]
-    grid[..., 2] += torch.arange(columns, device=x.device)[None]
-    velocity = parts[part](
-        hidden_states=pack(x),
-        encoder_hidden_states=cond["embeds"],
-        pooled_projections=cond["pooled"],
-        timestep=(sigma * 1000).to(x.dtype) / 1000,  # in this order, so that it rounds as in diffusers
-        guidance=cond.get("guidance"),
-        img_ids=grid.reshape(-1, 3),
-        txt_ids=torch.zeros(cond["embeds"].shape[1], 3, device=x.device, dtype=x.dtype),
-        return_dict=False,
-    )[0]
-    return unpack(velocity, rows, columns)
-
-
-def pack(x):
-    """Latents (B, C, h, w) as tokens of 2 x 2 cells (B, h/2 * w/2, 4C)."""
-    batch, channels, height, width = x.shape
-    x = x.reshape(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
-    return x.reshape(batch, (height // 2) * (width // 2), channels * 4)
-
-
-def unpack(tokens, height: int, width: int):
-    """The inverse of `pack` for a grid of `height` x `width` tokens."""
-    batch, _, channels = tokens.shape
-    x = tokens.reshape(batch, height, width, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
-    return x.reshape(batch, channels // 4, height * 2, width * 2)
-
-
-def example_inputs(module, point, dtype):
-    """A point's tensors without numbers."""
-    import torch
-
-    batch, said = point["b"], module.config
-    cond = {
-        "embeds": torch.empty(batch, point["t"], said.joint_attention_dim, dtype=dtype),
-        "pooled": torch.empty(batch, said.pooled_projection_dim, dtype=dtype),
-    }
-    if said.guidance_embeds:
-        cond["guidance"] = torch.empty(batch, dtype=dtype)
-    return torch.empty(batch, said.in_channels // 4, point["h"], point["w"], dtype=dtype), torch.empty(batch), cond

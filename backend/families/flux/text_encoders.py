@@ -1,0 +1,51 @@
+"""FLUX.1's two text encoders: CLIP's pooled state, and T5's states of every token. Shapes as in `flux`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from backend.families import _clip
+from backend.schema.messages import Trouble
+
+MAX_TOKENS = 512  # that T5 reads; shorter prompts are filled up to it, as in training
+_FILES = {"tokenizer": ("tokenizer.json", "vocab.json"), "tokenizer_2": ("tokenizer.json", "spiece.model")}
+
+
+def load_tokenizer(folder: Path, name: str = "tokenizer"):
+    """CLIP's tokenizer ("tokenizer") or T5's ("tokenizer_2") in `folder`. Raises Trouble("missing_file") where there is none."""
+    from transformers import CLIPTokenizer, T5TokenizerFast
+
+    if not any((Path(folder) / file).is_file() for file in _FILES[name]):
+        raise Trouble(
+            "missing_file",
+            f"{folder} holds no tokenizer: no {' and no '.join(_FILES[name])}.",
+            hint=f"Name the model's folder {name}/.",
+        )
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prompts are few and short
+    found = CLIPTokenizer if name == "tokenizer" else T5TokenizerFast
+    return found.from_pretrained(folder, local_files_only=True)
+
+
+def encode_text(
+    parts: dict, prompts, *, device=None, pictures=None, variant: str = "", negative: bool = False
+) -> list[dict]:
+    """One encoding a prompt: {"embeds": (L, D), "pooled": (P,)}. Differentiable. Both encoders read the same words."""
+    clip, t5 = parts["text_encoder"], parts["text_encoder_2"]
+    short = min(parts["tokenizer"].model_max_length, _clip.MAX_TOKENS)
+    pooled = clip(input_ids=_ids(parts["tokenizer"], prompts, short, clip, device)).pooler_output
+    embeds = t5(input_ids=_ids(parts["tokenizer_2"], prompts, MAX_TOKENS, t5, device)).last_hidden_state
+    return [{"embeds": embeds[i], "pooled": pooled[i].to(embeds.device)} for i in range(len(prompts))]
+
+
+def _ids(tokenizer, prompts, length: int, encoder, device):
+    """(B, length) on the encoder's device, filled up and cut."""
+    words = [prompt.encode("utf-8", "replace").decode() for prompt in prompts]
+    found = tokenizer(words, padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
+    return found.to(device or next(encoder.parameters()).device)
+
+
+def truncated(parts: dict, prompt: str, encoding: dict, pictures=()) -> int | None:
+    """How many tokens T5 read of a longer prompt; None where it read all."""
+    words = prompt.encode("utf-8", "replace").decode()
+    return MAX_TOKENS if len(parts["tokenizer_2"](words)["input_ids"]) > MAX_TOKENS else None

@@ -1,0 +1,142 @@
+"""Z-Image (Turbo, Base): text-to-image and image-to-image, as diffusers' ZImagePipeline and ZImageImg2ImgPipeline compute them.
+
+Shapes: B pictures, C latent channels, h x w latent cells (8 pixels a side), L text tokens, D text width.
+Guidance counts from 1 here as everywhere: a scale of 1 is diffusers' 0 (none), 5 its 4.
+
+Read: keys, text_encoder.
+"""
+
+from __future__ import annotations
+
+from backend.catalog.family import (
+    CachedBlocks,
+    Defaults,
+    DrawSettings,
+    LoraTargets,
+    Part,
+    SizeRule,
+    Tokenizer,
+    TrainingSchedule,
+)
+from backend.families import _autoencoder_kl
+from backend.families.z_image.keys import LORA_SIGNS, NAME_MAPS, SIGNATURES, config_from_shapes
+from backend.families.z_image.text_encoder import count_tokens, encode_text, load_tokenizer, most_tokens, truncated
+
+__all__ = [
+    "LORA_SIGNS",
+    "NAME_MAPS",
+    "SIGNATURES",
+    "config_from_shapes",
+    "count_tokens",
+    "encode_text",
+    "load_tokenizer",
+    "most_tokens",
+    "truncated",
+]
+
+NAME = "z_image"
+TITLE = "Z-Image"
+WORDS = ("z-image", "zimage", "z_image")
+PIPELINE = "ZImagePipeline"
+DRAWS = True
+COUNTS_TOKENS = True
+
+PARTS = {
+    "dit": Part(
+        network="diffusers.models.transformers.transformer_z_image:ZImageTransformer2DModel",
+        folder="transformer",
+        phase="denoise",
+        blocks=("noise_refiner", "context_refiner", "layers"),
+        prefixes=("model.diffusion_model.", "diffusion_model.", "transformer.", "model."),
+        keep_precise=("norm", "embedder", "final_layer", "adaLN"),
+    ),
+    "text_encoder": Part(
+        network="transformers.models.qwen3.modeling_qwen3:Qwen3Model",
+        folder="text_encoder",
+        phase="text",
+        blocks=("layers",),
+        prefixes=("model.",),
+        unused=("lm_head.",),
+        keep_precise=("norm", "embed_tokens", "rotary_emb"),
+        taps=(-2,),
+    ),
+    "vae": _autoencoder_kl.autoencoder(),
+}
+TOKENIZERS = {"tokenizer": Tokenizer("tokenizer", usual=("Tongyi-MAI/Z-Image-Turbo", "tokenizer/"))}
+
+_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+LORA = LoraTargets(
+    part="dit",
+    presets={
+        "attention": _ATTENTION,
+        "attention_and_mlp": (*_ATTENTION, "feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
+    },
+    default="attention",
+)
+DEFAULTS = Defaults(request={"width": 1024, "height": 1024, "num_inference_steps": 9, "guidance": 1.0})
+SCHEDULER = {"num_train_timesteps": 1000, "shift": 3.0, "use_dynamic_shifting": False}
+SIZES = SizeRule(multiple=16, pixels=1024 * 1024)
+TRAINING_SCHEDULE = TrainingSchedule(shift=3.0)  # at every size, as DiffSynth-Studio trains it
+COMPUTE_DTYPES = ("bfloat16", "float32")
+FLOAT32_LATENTS = True
+CACHED_BLOCKS = (CachedBlocks("layers", (0,)),)
+_BASE_SHIFT, _MAX_SHIFT, _BASE_TOKENS, _MAX_TOKENS = (
+    0.5,
+    1.15,
+    256,
+    4096,
+)  # of a schedule that shifts by size, where it names no others
+
+
+def collate(encodings, settings: DrawSettings, *, branch=None, device=None, dtype=None) -> dict:
+    """Encodings of `encode_text` as the network takes them: {"embeds": list of (L, D)}, none of them padded."""
+    return {"embeds": [encoding["embeds"].to(device=device, dtype=dtype) for encoding in encodings]}
+
+
+def predict(parts: dict, x, sigma, cond: dict, *, part: str = "dit", sigma_next=None):
+    """The velocity (noise - picture), float32, at `x` (B, C, h, w) and `sigma` (B,) in [0, 1], given `collate`'s `cond`. Differentiable.
+
+    The network counts time from the noise (1 - sigma) and gives the velocity towards the picture."""
+    import torch
+
+    pictures = list(x.to(cond["embeds"][0].dtype).unsqueeze(2).unbind(0))
+    found = parts[part](pictures, (1000 - sigma * 1000) / 1000, cond["embeds"], return_dict=False)[0]
+    return -torch.stack([one.float() for one in found]).squeeze(2)
+
+
+def latent_shape(settings: DrawSettings) -> tuple[int, int, int]:
+    """(C, h, w) of a picture; 2 x 2 cells are one token, so both sides are even."""
+    return 16, 2 * (settings.height // 16), 2 * (settings.width // 16)
+
+
+def sigmas(settings: DrawSettings, num_steps: int):
+    """Noise levels (num_steps + 1,) float32 from 1 down to 0, as diffusers' scheduler with this configuration sets them."""
+    import torch
+    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+
+    schedule = FlowMatchEulerDiscreteScheduler.from_config(dict(settings.scheduler or SCHEDULER))
+    said = schedule.config
+    base, most = said.get("base_shift", _BASE_SHIFT), said.get("max_shift", _MAX_SHIFT)
+    first, last = said.get("base_image_seq_len", _BASE_TOKENS), said.get("max_image_seq_len", _MAX_TOKENS)
+    mu = base + (most - base) * (SIZES.tokens(settings.width, settings.height) - first) / (last - first)
+    schedule.set_timesteps(sigmas=torch.linspace(1.0, 1 / num_steps, num_steps).tolist(), mu=mu)
+    return schedule.sigmas
+
+
+def encode_image(parts: dict, pixels, *, generator=None, tiled: bool = False):
+    """See `_autoencoder_kl.encode_image`."""
+    return _autoencoder_kl.encode_image(parts, pixels, generator=generator, tiled=tiled)
+
+
+def decode(parts: dict, latents, *, tiled: bool | tuple[int, int] = False):
+    """See `_autoencoder_kl.decode`."""
+    return _autoencoder_kl.decode(parts, latents, tiled=tiled)
+
+
+def example_inputs(module, point, dtype):
+    """A point's tensors without numbers."""
+    import torch
+
+    batch, said = point["b"], module.config
+    embeds = [torch.empty(point["t"], said.cap_feat_dim, dtype=dtype) for _ in range(batch)]
+    return torch.empty(batch, said.in_channels, point["h"], point["w"]), torch.empty(batch), {"embeds": embeds}
