@@ -25,7 +25,9 @@ from backend.schema.settings import from_values
 pytestmark = pytest.mark.torch
 
 MAKERS = {
-    "qwen_image": "make_qwen_image"
+    "qwen_image": "make_qwen_image",
+    "flux": "make_flux",
+    "z_image": "make_z_image",
 }  # in tests/tiny_models.py: whoever adds a family that draws adds how to make a tiny one
 TRUE_SIZES = {
     "qwen_image": {"num_layers": 2},

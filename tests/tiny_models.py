@@ -219,7 +219,9 @@ def make_z_image(folder: Path, *, seed: int = 0) -> Path:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    vocabulary = json.loads((ASSETS / "starter" / "text_encoder" / "config.json").read_text())["text_config"]["vocab_size"]
+    vocabulary = json.loads((ASSETS / "starter" / "text_encoder" / "config.json").read_text())["text_config"][
+        "vocab_size"
+    ]
     qwen3 = Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=32,
