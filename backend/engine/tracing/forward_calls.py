@@ -127,6 +127,10 @@ def encode_text(module: torch.nn.Module, point: dict, dtype: torch.dtype) -> tor
     """Text tokens (b, t) through a text encoder as the families call it (no key-value cache, last states)."""
     ids = torch.zeros(point.get("b", 1), point["t"], dtype=torch.long)
     kind = type(module).__name__
+    known = families.of_network(kind)
+    found = known[0].trace_encoder(known[1], module, {"b": 1, **point}, dtype) if known is not None else None
+    if found is not None:
+        return found
     if kind.startswith(("T5", "UMT5")):
         return module(input_ids=ids, attention_mask=None).last_hidden_state
     if kind == "CLIPTextModel":
@@ -136,10 +140,6 @@ def encode_text(module: torch.nn.Module, point: dict, dtype: torch.dtype) -> tor
         return module(
             torch.empty(point.get("b", 1), 3, size, size, dtype=dtype), output_hidden_states=True
         ).hidden_states[-2]
-    known = families.of_network(kind)
-    found = known[0].trace_encoder(known[1], module, {"b": 1, **point}, dtype) if known is not None else None
-    if found is not None:
-        return found
     module = getattr(module, "language_model", module)
     with _one_prompt_a_row():
         return module(input_ids=ids, attention_mask=None, use_cache=False).last_hidden_state

@@ -23,9 +23,18 @@ from backend.families import _autoencoder_kl, _clip, _t5
 from backend.families._bfl_keys import denoiser
 from backend.families._packing import pack, unpack
 from backend.families.flux.keys import LORA_SIGNS, NAME_MAPS, SIGNATURES, config_from_shapes
-from backend.families.flux.text_encoders import MAX_TOKENS, encode_text, load_tokenizer, truncated
+from backend.families.flux.text_encoders import MAX_TOKENS, encode_text, load_tokenizer, trace_encoder, truncated
 
-__all__ = ["LORA_SIGNS", "NAME_MAPS", "SIGNATURES", "config_from_shapes", "encode_text", "load_tokenizer", "truncated"]
+__all__ = [
+    "LORA_SIGNS",
+    "NAME_MAPS",
+    "SIGNATURES",
+    "config_from_shapes",
+    "encode_text",
+    "load_tokenizer",
+    "trace_encoder",
+    "truncated",
+]
 
 NAME = "flux"
 TITLE = "FLUX.1"

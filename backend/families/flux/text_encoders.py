@@ -34,7 +34,9 @@ def encode_text(
     clip, t5 = parts["text_encoder"], parts["text_encoder_2"]
     short = min(parts["tokenizer"].model_max_length, _clip.MAX_TOKENS)
     pooled = clip(input_ids=_ids(parts["tokenizer"], prompts, short, clip, device)).pooler_output
-    embeds = t5(input_ids=_ids(parts["tokenizer_2"], prompts, MAX_TOKENS, t5, device)).last_hidden_state
+    embeds = t5(
+        input_ids=_ids(parts["tokenizer_2"], prompts, MAX_TOKENS, t5, device), use_cache=False
+    ).last_hidden_state
     return [{"embeds": embeds[i], "pooled": pooled[i].to(embeds.device)} for i in range(len(prompts))]
 
 
@@ -49,3 +51,12 @@ def truncated(parts: dict, prompt: str, encoding: dict, pictures=()) -> int | No
     """How many tokens T5 read of a longer prompt; None where it read all."""
     words = prompt.encode("utf-8", "replace").decode()
     return MAX_TOKENS if len(parts["tokenizer_2"](words)["input_ids"]) > MAX_TOKENS else None
+
+
+def trace_encoder(part: str, module, point, dtype):
+    """T5 for `t` tokens and `b` prompts, on tensors that are never read; None: CLIP, as it is usually called."""
+    import torch
+
+    if part != "text_encoder_2":
+        return None
+    return module(input_ids=torch.zeros(point["b"], point["t"], dtype=torch.long), use_cache=False).last_hidden_state

@@ -11,13 +11,23 @@ SIGNATURES = (
     Signature(
         "dit",
         "base",
-        ("x_pad_token", "cap_embedder.1.weight", "noise_refiner.{}.attention.to_q.weight", "layers.{}.adaLN_modulation.0.weight"),
+        (
+            "x_pad_token",
+            "cap_embedder.1.weight",
+            "noise_refiner.{}.attention.to_q.weight",
+            "layers.{}.adaLN_modulation.0.weight",
+        ),
         title="Z-Image",
     ),
     Signature(
         "dit",
         "base",
-        ("x_pad_token", "cap_embedder.1.weight", "noise_refiner.{}.attention.qkv.weight", "layers.{}.adaLN_modulation.0.weight"),
+        (
+            "x_pad_token",
+            "cap_embedder.1.weight",
+            "noise_refiner.{}.attention.qkv.weight",
+            "layers.{}.adaLN_modulation.0.weight",
+        ),
         dialect="native",
         title="Z-Image",
     ),
