@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Rule, Signature, SizeRule, TextSign
 from backend.catalog.lora.module_names import DECODER
-from backend.families._bfl_keys import DOUBLE, ENDS, SINGLE, denoiser, double_blocks, embedders, single_norms
+from backend.families._shared.bfl_keys import DOUBLE, ENDS, SINGLE, denoiser, double_blocks, embedders, single_norms
 
 NAME = "flux2"
 TITLE = "FLUX.2"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Part, Signature, SizeRule, TextSign
 from backend.catalog.lora.module_names import CLIP
-from backend.families._unet_keys import unet_maps as derived_maps
+from backend.families._shared.unet_keys import unet_maps as derived_maps
 
 __all__ = ["derived_maps"]
 

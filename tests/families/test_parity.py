@@ -16,7 +16,7 @@ from backend import families
 from backend.catalog.family import settings_of
 from backend.catalog.models.identify import identify_model
 from backend.engine.pipeline.pipeline import Pipeline
-from backend.families._packing import unpack
+from backend.families._shared.packing import unpack
 from backend.schema.request import GenerationRequest
 from backend.training.model.flow_matching_loss import Draws
 from backend.training.model.training_module import Learner, Material

@@ -14,7 +14,7 @@ from backend.catalog.models.checkpoint_files import component_files, heap_of
 from backend.catalog.models.match_parts import find_parts
 from backend.engine.loading.load import load_part
 from backend.families import sd15
-from backend.families._text_encoding import tapped
+from backend.families._shared.text_encoding import tapped
 
 pytestmark = pytest.mark.torch
 PART = Part(

@@ -15,13 +15,15 @@ from backend.catalog.family import (
     Guidance,
     LoraTargets,
     SizeRule,
+    TextSign,
     TokenCount,
     Tokenizer,
     TrainingSchedule,
 )
-from backend.families import _autoencoder_kl, _clip, _t5
-from backend.families._bfl_keys import denoiser
-from backend.families._packing import pack, unpack
+from backend.catalog.lora.module_names import CLIP, FIRST, T5
+from backend.families._shared import autoencoder_kl, clip, t5
+from backend.families._shared.bfl_keys import denoiser
+from backend.families._shared.packing import pack, unpack
 from backend.families.flux.keys import LORA_SIGNS, NAME_MAPS, SIGNATURES, config_from_shapes
 from backend.families.flux.text_encoders import MAX_TOKENS, encode_text, load_tokenizer, trace_encoder, truncated
 
@@ -46,9 +48,9 @@ NOT_DRAWN = ("fill", "control")  # variants that need more than a prompt
 
 PARTS = {
     "dit": denoiser("diffusers.models.transformers.transformer_flux:FluxTransformer2DModel", "time_text_embed"),
-    "text_encoder": _clip.encoder("text_encoder"),
-    "text_encoder_2": _t5.encoder("text_encoder_2"),
-    "vae": _autoencoder_kl.autoencoder(),
+    "text_encoder": clip.encoder("text_encoder"),
+    "text_encoder_2": t5.encoder("text_encoder_2"),
+    "vae": autoencoder_kl.autoencoder(),
 }
 TOKENIZERS = {
     "tokenizer": Tokenizer("tokenizer", usual=("black-forest-labs/FLUX.1-dev", "tokenizer/")),
@@ -67,6 +69,7 @@ LORA = LoraTargets(
     },
     default="attention",
 )
+LORA_TEXT_SIGNS = (TextSign(CLIP, (768, 3072), FIRST), TextSign(T5, (4096, 10240)))
 LORA_TEXT_PREFIXES = {"text_encoder": "lora_te1", "text_encoder_2": "lora_te3"}  # as kohya's scripts number them
 
 DEFAULTS = Defaults(request={"width": 1024, "height": 1024, "num_inference_steps": 28, "guidance": 3.5})
@@ -164,13 +167,13 @@ def sigmas(settings: DrawSettings, num_steps: int):
 
 
 def encode_image(parts: dict, pixels, *, generator=None, tiled: bool = False):
-    """See `_autoencoder_kl.encode_image`."""
-    return _autoencoder_kl.encode_image(parts, pixels, generator=generator, tiled=tiled)
+    """See `autoencoder_kl.encode_image`."""
+    return autoencoder_kl.encode_image(parts, pixels, generator=generator, tiled=tiled)
 
 
 def decode(parts: dict, latents, *, tiled: bool | tuple[int, int] = False):
-    """See `_autoencoder_kl.decode`."""
-    return _autoencoder_kl.decode(parts, latents, tiled=tiled)
+    """See `autoencoder_kl.decode`."""
+    return autoencoder_kl.decode(parts, latents, tiled=tiled)
 
 
 def example_inputs(module, point, dtype):

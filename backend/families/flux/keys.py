@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from backend.catalog.family import LoraSign, NameMap, Rule, Signature
-from backend.families import _autoencoder_kl, _clip, _t5
-from backend.families._bfl_keys import DOUBLE, ENDS, SINGLE, double_blocks, embedders, single_norms
+from backend.families._shared import autoencoder_kl, clip, t5
+from backend.families._shared.bfl_keys import DOUBLE, ENDS, SINGLE, double_blocks, embedders, single_norms
 
 VAE_SCALING, VAE_SHIFT = 0.3611, 0.1159  # of the published VAE's latents
 
@@ -34,9 +34,9 @@ def _signatures() -> tuple[Signature, ...]:
             found.append(Signature("dit", variant, (*must, guidance), _NOT, shapes, dialect, f"FLUX.1 {variant}"))
     return (
         *found,
-        _clip.signature("text_encoder"),
-        *_t5.signatures("text_encoder_2"),
-        _autoencoder_kl.signature(16, "FLUX.1 VAE"),
+        clip.signature("text_encoder"),
+        *t5.signatures("text_encoder_2"),
+        autoencoder_kl.signature(16, "FLUX.1 VAE"),
     )
 
 
@@ -75,7 +75,7 @@ DIFFSYNTH = (  # a: the picture's stream, b: the text's
     Rule("single_blocks.{}.proj_out", (SINGLE + "proj_out",)),
     Rule("single_blocks.{}.norm.linear", (SINGLE + "norm.linear",)),
 )
-NAME_MAPS = (NameMap("bfl", "dit", BFL), NameMap("diffsynth", "dit", DIFFSYNTH), _t5.names("text_encoder_2"))
+NAME_MAPS = (NameMap("bfl", "dit", BFL), NameMap("diffsynth", "dit", DIFFSYNTH), t5.names("text_encoder_2"))
 
 _OTHERS = (
     "img_mlp_fc1",
@@ -115,8 +115,8 @@ LORA_SIGNS = (
 def config_from_shapes(part: str, shapes: dict[str, tuple[int, ...]]) -> dict:
     """The class's keyword arguments, from parameter shapes; what shapes cannot show is as in the published models."""
     if part == "vae":
-        return _autoencoder_kl.sizes(shapes, scaling=VAE_SCALING, shift=VAE_SHIFT)
-    return {"dit": _denoiser_sizes, "text_encoder": _clip.sizes, "text_encoder_2": _t5.sizes}[part](shapes)
+        return autoencoder_kl.sizes(shapes, scaling=VAE_SCALING, shift=VAE_SHIFT)
+    return {"dit": _denoiser_sizes, "text_encoder": clip.sizes, "text_encoder_2": t5.sizes}[part](shapes)
 
 
 def _denoiser_sizes(shapes: dict[str, tuple[int, ...]]) -> dict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from backend.families import _clip
+from backend.families._shared import clip
 from backend.schema.messages import Trouble
 
 MAX_TOKENS = 512  # that T5 reads; shorter prompts are filled up to it, as in training
@@ -31,12 +31,11 @@ def encode_text(
     parts: dict, prompts, *, device=None, pictures=None, variant: str = "", negative: bool = False
 ) -> list[dict]:
     """One encoding a prompt: {"embeds": (L, D), "pooled": (P,)}. Differentiable. Both encoders read the same words."""
-    clip, t5 = parts["text_encoder"], parts["text_encoder_2"]
-    short = min(parts["tokenizer"].model_max_length, _clip.MAX_TOKENS)
-    pooled = clip(input_ids=_ids(parts["tokenizer"], prompts, short, clip, device)).pooler_output
-    embeds = t5(
-        input_ids=_ids(parts["tokenizer_2"], prompts, MAX_TOKENS, t5, device), use_cache=False
-    ).last_hidden_state
+    encoder, long_encoder = parts["text_encoder"], parts["text_encoder_2"]
+    short = min(parts["tokenizer"].model_max_length, clip.MAX_TOKENS)
+    pooled = encoder(input_ids=_ids(parts["tokenizer"], prompts, short, encoder, device)).pooler_output
+    ids = _ids(parts["tokenizer_2"], prompts, MAX_TOKENS, long_encoder, device)
+    embeds = long_encoder(input_ids=ids, use_cache=False).last_hidden_state
     return [{"embeds": embeds[i], "pooled": pooled[i].to(embeds.device)} for i in range(len(prompts))]
 
 

@@ -15,10 +15,13 @@ from backend.catalog.family import (
     LoraTargets,
     Part,
     SizeRule,
+    TextSign,
     Tokenizer,
     TrainingSchedule,
 )
-from backend.families import _autoencoder_kl
+from backend.catalog.lora.module_names import DECODER
+from backend.families._shared import autoencoder_kl
+from backend.families.z_image import text_encoder
 from backend.families.z_image.keys import LORA_SIGNS, NAME_MAPS, SIGNATURES, config_from_shapes
 from backend.families.z_image.text_encoder import count_tokens, encode_text, load_tokenizer, most_tokens, truncated
 
@@ -50,17 +53,8 @@ PARTS = {
         prefixes=("model.diffusion_model.", "diffusion_model.", "transformer.", "model."),
         keep_precise=("norm", "embedder", "final_layer", "adaLN"),
     ),
-    "text_encoder": Part(
-        network="transformers.models.qwen3.modeling_qwen3:Qwen3Model",
-        folder="text_encoder",
-        phase="text",
-        blocks=("layers",),
-        prefixes=("model.",),
-        unused=("lm_head.",),
-        keep_precise=("norm", "embed_tokens", "rotary_emb"),
-        taps=(-2,),
-    ),
-    "vae": _autoencoder_kl.autoencoder(),
+    "text_encoder": text_encoder.PART,
+    "vae": autoencoder_kl.autoencoder(),
 }
 TOKENIZERS = {"tokenizer": Tokenizer("tokenizer", usual=("Tongyi-MAI/Z-Image-Turbo", "tokenizer/"))}
 
@@ -73,6 +67,7 @@ LORA = LoraTargets(
     },
     default="attention",
 )
+LORA_TEXT_SIGNS = (TextSign(DECODER, (2560, 9728)),)
 DEFAULTS = Defaults(request={"width": 1024, "height": 1024, "num_inference_steps": 9, "guidance": 1.0})
 SCHEDULER = {"num_train_timesteps": 1000, "shift": 3.0, "use_dynamic_shifting": False}
 SIZES = SizeRule(multiple=16, pixels=1024 * 1024)
@@ -124,13 +119,13 @@ def sigmas(settings: DrawSettings, num_steps: int):
 
 
 def encode_image(parts: dict, pixels, *, generator=None, tiled: bool = False):
-    """See `_autoencoder_kl.encode_image`."""
-    return _autoencoder_kl.encode_image(parts, pixels, generator=generator, tiled=tiled)
+    """See `autoencoder_kl.encode_image`."""
+    return autoencoder_kl.encode_image(parts, pixels, generator=generator, tiled=tiled)
 
 
 def decode(parts: dict, latents, *, tiled: bool | tuple[int, int] = False):
-    """See `_autoencoder_kl.decode`."""
-    return _autoencoder_kl.decode(parts, latents, tiled=tiled)
+    """See `autoencoder_kl.decode`."""
+    return autoencoder_kl.decode(parts, latents, tiled=tiled)
 
 
 def example_inputs(module, point, dtype):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from backend.catalog.family import LoraSign, NameMap, Rule, Signature
-from backend.families import _autoencoder_kl
+from backend.families._shared import autoencoder_kl
 
 VAE_SCALING, VAE_SHIFT = 0.3611, 0.1159  # of the published VAE's latents, which is FLUX.1's
 
@@ -38,7 +38,7 @@ SIGNATURES = (
         ("layers.{}.self_attn.q_proj.bias",),
         title="Qwen3",
     ),
-    _autoencoder_kl.signature(16, "FLUX.1 VAE"),
+    autoencoder_kl.signature(16, "FLUX.1 VAE"),
 )
 
 
@@ -72,7 +72,7 @@ LORA_SIGNS = (
 def config_from_shapes(part: str, shapes: dict[str, tuple[int, ...]]) -> dict:
     """The class's keyword arguments, from parameter shapes; what shapes cannot show is as in the published models."""
     if part == "vae":
-        return _autoencoder_kl.sizes(shapes, scaling=VAE_SCALING, shift=VAE_SHIFT)
+        return autoencoder_kl.sizes(shapes, scaling=VAE_SCALING, shift=VAE_SHIFT)
     return {"dit": _denoiser_sizes, "text_encoder": _qwen3_sizes}[part](shapes)
 
 

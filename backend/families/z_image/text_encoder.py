@@ -6,10 +6,21 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from backend.catalog.family import TokenCount
+from backend.catalog.family import Part, TokenCount
 from backend.catalog.models import token_count
+from backend.families._shared.text_encoding import tapped
 from backend.schema.messages import Trouble
 
+PART = Part(
+    network="transformers.models.qwen3.modeling_qwen3:Qwen3Model",
+    folder="text_encoder",
+    phase="text",
+    blocks=("layers",),
+    prefixes=("model.",),
+    unused=("lm_head.",),
+    keep_precise=("norm", "embed_tokens", "rotary_emb"),
+    taps=(-2,),
+)
 MAX_TOKENS = 512  # of a prompt in its template, all of which are given to the transformer
 TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # Qwen3's for one message, thinking switched on
 
@@ -34,15 +45,12 @@ def encode_text(
     """One encoding a prompt: {"embeds": (L, D)}. Differentiable."""
     import torch
 
-    from backend.families import z_image
-    from backend.families._text_encoding import tapped
-
     encoder = parts["text_encoder"]
     device = device or next(encoder.parameters()).device
     rows = [_ids(parts["tokenizer"], prompt)[:MAX_TOKENS] for prompt in prompts]
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(device)
     mask = (torch.arange(ids.shape[1])[None] < torch.tensor([len(row) for row in rows])[:, None]).to(device)
-    states = tapped(encoder, z_image.PARTS["text_encoder"], input_ids=ids, attention_mask=mask, use_cache=False)[0]
+    states = tapped(encoder, PART, input_ids=ids, attention_mask=mask, use_cache=False)[0]
     return [{"embeds": states[i, : len(row)]} for i, row in enumerate(rows)]
 
 
