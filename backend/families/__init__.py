@@ -1,7 +1,7 @@
 """One module or package for each family of models: names, signatures, text encoding, the one call of its network.
 
-Packages: qwen_image.
-Read: _text_encoding, _bfl_keys, _unet_keys, flux, flux2, sd15, sd3, sdxl, wan, z_image.
+Packages: _shared (what several have in common), flux, qwen_image, z_image.
+Read: flux2, sd15, sd3, sdxl, wan.
 """
 
 import importlib
