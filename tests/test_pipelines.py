@@ -267,7 +267,6 @@ def test_words_of_diffsynth_scripts_work_or_say_what_to_do(tiny_qwen, monkeypatc
         ({"input_image": Image.new("F", (8, 8))}, "cannot be read: it holds floating-point numbers"),
         ({"edit_image_auto_resize": False}, "about a million pixels"),
         ({"zero_cond_t": True}, "config.json"),
-        ({"exponential_shift_mu": 1.0}, "scheduler_config.json"),
         ({"tiled": True, "tile_size": 8, "tile_stride": 9}, "tile_stride is 9"),
         ({"num_inference_step": 3}, "Did you mean num_inference_steps"),
         ({"cfg_scale": 50.0}, "the most is 20"),
