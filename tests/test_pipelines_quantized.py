@@ -135,6 +135,8 @@ def test_loras_act_beside_quantized_layers_and_come_off(tiny_qwen, tmp_path, met
     assert not numpy.array_equal(with_it, without)
     pipe.clear_lora()
     assert numpy.array_equal(picture(pipe), without)
+    with pytest.raises(Trouble, match="whose layers are quantized"):
+        pipe.dit.load_state_dict({})
     with pytest.raises(Trouble, match="are quantized, so a LoRA cannot be fused"):
         pipe.load_lora(pipe.dit, tmp_path / "a.safetensors", hotload=False)
 

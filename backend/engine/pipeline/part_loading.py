@@ -116,7 +116,19 @@ def load_part(pipeline, name: str, tell: Tell) -> torch.nn.Module:
         check_finite.check(part, module)
         return module
     check_finite.check(part)
-    return load_quantized(part, said.quantize, **keywords)
+    module = load_quantized(part, said.quantize, **keywords)
+    if said.quantize.mode == "dynamic":
+        module.load_state_dict = _refuse_state
+    return module
+
+
+def _refuse_state(*_, **__):
+    """Raises Trouble: full weights do not go into quantized layers."""
+    raise Trouble(
+        "not_supported",
+        "load_state_dict cannot change this part, whose layers are quantized.",
+        hint="Give the weights when the part is loaded: ModelConfig(path=..., state_dict=..., quantize=...).",
+    )
 
 
 def _quantized(module: torch.nn.Module, config, pipeline) -> torch.nn.Module:
