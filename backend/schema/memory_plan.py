@@ -21,7 +21,7 @@ DTYPE_BYTES = {
     "bool": 1,
 }
 DISK = "disk"
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True)

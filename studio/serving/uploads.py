@@ -19,10 +19,10 @@ from starlette.formparsers import MultiPartException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from backend.schema.memory_plan import GIB, MIB
 from backend.schema.preferences import Preferences
 from backend.system.atomic_files import not_written, rename_over
 
-GIB, MIB = 2**30, 2**20
 MODEL_ENDINGS = (".safetensors", ".sft", ".gguf", ".ckpt", ".pt", ".pth", ".bin")
 MOST_FILES = 1000  # in one request
 MOST_FIELDS, MOST_FIELD_BYTES = 20, 64 * 1024

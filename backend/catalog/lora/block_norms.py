@@ -68,7 +68,9 @@ def _strengths(path: Path, nbytes: int, modified: int) -> tuple[tuple[str, float
         if square is not None and numpy.isfinite(square):
             block = block_of(plain(stem))
             squares[block] = squares.get(block, 0.0) + square
-    return tuple(sorted(((name, square**0.5) for name, square in squares.items()), key=lambda pair: _order(pair[0])))
+    return tuple(
+        sorted(((name, square**0.5) for name, square in squares.items()), key=lambda pair: block_order(pair[0]))
+    )
 
 
 def _square(tensors: Mapping[str, _Stored], stem: str, rules: AlphaRules) -> float | None:
@@ -91,12 +93,18 @@ def _square(tensors: Mapping[str, _Stored], stem: str, rules: AlphaRules) -> flo
     return found if not wholes else (found or 0.0) + sum(wholes)
 
 
+def squared_norm(up, down) -> float:
+    """|up @ down|^2 of two matrices (out, rank) and (rank, in), of numpy or torch: trace((up^T up)(down down^T)), so that
+    only the small products are made."""
+    return float(((up.T @ up) * (down @ down.T)).sum())
+
+
 def _pair(tensors: Mapping[str, _Stored]) -> float:
     """|up down|^2 = trace((up^T up)(down down^T)), with a core between them likewise: only the small products are
     made."""
     down, up = tensors["down"].matrix(), tensors["up"].matrix()
     if "mid" not in tensors:
-        return float(numpy.sum((up.T @ up) * (down @ down.T)))
+        return squared_norm(up, down)
     core = tensors["mid"].values().reshape(*tensors["mid"].shape[:2], -1)  # (m, n, k) between up (o, m) and down (n, i)
     inner = numpy.einsum("mnk,nN,MNk->mM", core, down @ down.T, core, optimize=True)
     return float(numpy.sum((up.T @ up) * inner))
@@ -126,7 +134,7 @@ def block_of(stem: str) -> str:
     return re.sub(r"[._](\d+)", r".\1", found.group(1))
 
 
-def _order(name: str) -> tuple:
+def block_order(name: str) -> tuple:
     """Double blocks before single ones, the way down before the way up, numbers as numbers, what lies outside last."""
     kind, *numbers = name.split(".")
     places = (

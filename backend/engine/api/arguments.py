@@ -14,9 +14,8 @@ from PIL import Image
 from backend.engine.devices import device_memory, out_of_memory
 from backend.engine.pipeline import image_tensors
 from backend.engine.pipeline.latent_preview import Step
+from backend.schema.memory_plan import GIB
 from backend.schema.messages import Trouble
-
-GIB = 2**30
 
 
 def limit_bytes(gib: float | None) -> int | None:

@@ -18,11 +18,10 @@ from types import ModuleType
 import psutil
 import torch
 
-from backend.schema.memory_plan import DTYPES, Card
+from backend.schema.memory_plan import DTYPES, GIB, Card
 from backend.schema.messages import Trouble
 from backend.system import dxgi
 
-GIB = 2**30
 RAM = torch.device("cpu")
 _ACCELERATORS = ("cuda", "xpu", "npu", "mps")
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 
 from backend.engine.tracing.allocation_recorder import Tape, rounded
+from backend.schema.memory_plan import MIB
 
-MIB = 2**20
 SMALL = MIB
 EXPANDABLE_PAGE = {True: 2 * MIB, False: 20 * MIB}
 

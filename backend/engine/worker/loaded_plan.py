@@ -11,12 +11,10 @@ from backend.planner.costs.layout import Fixed
 from backend.planner.costs.model_sizes import ModelSizes, sizes_of
 from backend.planner.plan import budget_of, computing_of, fixed_of, plan_here
 from backend.planner.workload import lora_bytes, work_of_request
-from backend.schema.memory_plan import Card, VramConfig, VramPlan
+from backend.schema.memory_plan import GIB, Card, VramConfig, VramPlan
 from backend.schema.paths import places
 from backend.schema.preferences import Preferences
 from backend.schema.request import GenerationRequest
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,10 @@ from pathlib import Path
 
 from backend.planner.costs import gpu_table
 from backend.schema.json_values import finite
-from backend.schema.memory_plan import DTYPES, Card
+from backend.schema.memory_plan import DTYPES, GIB, Card
 from backend.schema.untrusted import read_object_or_empty
 from backend.system.atomic_files import write_json
 
-GIB = 2**30
 GB = 10**9
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from backend.schema.memory_plan import PartLayout
+from backend.schema.memory_plan import MIB, PartLayout
 
-MIB = 2**20
 DENOISERS = ("dit", "dit2")
 FP8 = "float8_e4m3fn"
 TRAINING_RUNGS = frozenset((

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from backend.catalog.lora.block_norms import block_of, block_order, squared_norm
 from backend.catalog.spec import PartSpec
 from backend.engine.loading import load
 from backend.engine.loading.tensor_source import open_source
@@ -266,7 +266,7 @@ def norm_of(body: Body) -> float:
     """Frobenius norm of a change; a pair's by its Gram matrices, without making the product."""
     if isinstance(body, LowRank):
         up, down = body.up.double(), body.down.flatten(1).double()
-        return abs(body.scale) * math.sqrt(max(0.0, float(((up.t() @ up) * (down @ down.t())).sum())))
+        return abs(body.scale) * math.sqrt(max(0.0, squared_norm(up, down)))
     return float(torch.linalg.vector_norm(body.dense().double()))
 
 
@@ -279,15 +279,5 @@ def strengths(contents: dict[str, Content]) -> list[tuple[str, float, int]]:
         blocks.setdefault(block_of(name), []).append(norm)
     return [
         (block, math.sqrt(sum(n * n for n in norms)), len(norms))
-        for block, norms in sorted(blocks.items(), key=lambda b: _order(b[0]))
+        for block, norms in sorted(blocks.items(), key=lambda one: block_order(one[0]))
     ]
-
-
-def block_of(name: str) -> str:
-    """The numbered block that a module lies in, or its first name."""
-    match = re.match(r".*?\.\d+(?=\.|$)", name)
-    return match.group() if match else name.partition(".")[0]
-
-
-def _order(block: str) -> tuple:
-    return tuple((int(piece), "") if piece.isdigit() else (-1, piece) for piece in block.split("."))

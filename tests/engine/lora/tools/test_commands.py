@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from backend.catalog.formats.safetensors import read_layout
+from backend.catalog.lora import block_norms
 from backend.engine.lora import adapters
 from backend.engine.lora.tools import command_line
 from backend.engine.lora.tools.commands import TOOLS, run_tool
@@ -351,6 +352,8 @@ def test_strengths_block_by_block(two):
     assert [block["name"] for block in answer["blocks"]] == list(names)
     for block in answer["blocks"]:
         assert block["norm"] == pytest.approx(float(torch.linalg.matrix_norm(exact[names[block["name"]]])), rel=1e-4)
+    shown = block_norms.block_strengths(two[0])  # as the page shows them, without torch
+    assert [(block["name"], pytest.approx(block["norm"], rel=1e-5)) for block in answer["blocks"]] == shown
     fused = run_tool({"tool": "strengths", "path": str(CASES / "flux_kohya_fused.safetensors")})["blocks"]
     assert {block["name"] for block in fused} == {"transformer_blocks.0", "single_transformer_blocks.1"}
     assert json.loads(json.dumps(answer)) == answer
