@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from PIL import Image
 
+# Not Pillow's `ImageOps.exif_transpose`: that writes the EXIF data anew, and so fails on a picture whose other tags are
+# damaged; and the size that `shown_size` reads from the header has to be that of the picture that is made.
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM, 5: Image.Transpose.TRANSPOSE,
     6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE, 8: Image.Transpose.ROTATE_90,
