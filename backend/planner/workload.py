@@ -106,7 +106,7 @@ def work_of_training(config: TrainingConfig, sizes: ModelSizes) -> tuple[Work, L
     trained, adapter = resolved.trained, resolved.adapter
     first = trained[0] if trained else config.adapter_part or "dit"
     part = sizes.parts.get(first) or sizes.parts["dit"]
-    chosen = () if trained or adapter is None else kinds_in(part, adapter.modules)
+    chosen = () if trained or adapter is None else kinds_in(tuple(part.depths), adapter.modules)
     numel = sum(sizes.parts[name].numel for name in trained if name in sizes.parts)
     numel += adapter_numel(sizes.parts[adapter.part], adapter) if adapter else 0
     words = sizes.defaults.get("text_tokens", 128)
@@ -190,12 +190,12 @@ def adapter_numel(part: PartSizes, adapter: ResolvedAdapter) -> int:
 
 
 @lru_cache(maxsize=256)
-def kinds_in(part: PartSizes, modules: tuple[str, ...]) -> tuple[str, ...]:
+def kinds_in(homes: tuple[str, ...], modules: tuple[str, ...]) -> tuple[str, ...]:
     """The kinds of modules (names without the numbers of blocks) among the full names `modules`, as `PartSizes.linears`
-    has them."""
+    has them. `homes`: the module lists that hold blocks."""
 
     def kind(name: str) -> str:
-        home = next((home for home in part.depths if re.match(rf"{re.escape(home)}\.\d+\.", name)), None)
+        home = next((home for home in homes if re.match(rf"{re.escape(home)}\.\d+\.", name)), None)
         return name if home is None else f"{home}.{name.removeprefix(f'{home}.').partition('.')[2]}"
 
     return tuple(dict.fromkeys(map(kind, modules)))

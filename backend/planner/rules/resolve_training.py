@@ -121,7 +121,11 @@ def layers_of(sizes: PartSizes, part: PartSpec | None = None) -> Layers:
     """The linear layers of a part by their names: from its own headers, or, of one that is not here, block by block as
     it is published."""
     if part is None:
-        return _published_layers(sizes)
+        return _block_by_block(
+            tuple((name, tuple(size)) for name, size in sizes.outside.items()),
+            tuple((name, tuple(size)) for name, size in sizes.linears.items()),
+            tuple(sizes.depths.items()),
+        )
     return {
         name.removesuffix(".weight"): tuple(at.shape)
         for name, at in part.tensors.items()
@@ -129,12 +133,17 @@ def layers_of(sizes: PartSizes, part: PartSpec | None = None) -> Layers:
     }
 
 
-@lru_cache(maxsize=64)  # parts are few, and asked for at every keystroke
-def _published_layers(sizes: PartSizes) -> Layers:
-    found = dict(sizes.outside)
-    for name, (rows, columns, _) in sizes.linears.items():
-        home = next(home for home in sizes.depths if name.startswith(f"{home}."))
-        for number in range(sizes.depths[home]):
+@lru_cache(maxsize=64)  # asked for at every keystroke, of sizes that are made anew each time
+def _block_by_block(
+    outside: tuple[tuple[str, tuple[int, int]], ...],
+    linears: tuple[tuple[str, tuple[int, int, int]], ...],
+    depths: tuple[tuple[str, int], ...],
+) -> Layers:
+    """The fields of those names of a `PartSizes`, as items."""
+    found = dict(outside)
+    for name, (rows, columns, _) in linears:
+        home, depth = next((home, depth) for home, depth in depths if name.startswith(f"{home}."))
+        for number in range(depth):
             found[f"{home}.{number}.{name.removeprefix(f'{home}.')}"] = (rows, columns)
     return MappingProxyType(found)
 
