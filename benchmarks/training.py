@@ -75,7 +75,7 @@ def step() -> None:
         with tempfile.TemporaryDirectory() as folder:
             run = make_run(Path(folder), "--max_pixels", "16384", "--dataset_repeat", "10", "--batch_size", str(size))
             batch = loop._epochs(run)(0)[0]
-            material = run.source.material(batch, scale=1 / size).to(run.device)
+            material = run.source.load_batch(batch, scale=1 / size).to(run.device)
             optimizer = torch.optim.AdamW(list(run.weights.values()), lr=1e-4)
 
             def bare(run=run, material=material, optimizer=optimizer) -> None:
@@ -85,7 +85,7 @@ def step() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
 
-            ours, theirs = median_seconds(lambda run=run, batch=batch: loop.one_step(run, [[batch]]), bare, rounds=15)
+            ours, theirs = median_seconds(lambda run=run, batch=batch: loop.train_step(run, [[batch]]), bare, rounds=15)
             say(f"default step / cached bare loop, batch {size}", f"{ours / theirs:.3f} ({ours * 1000:.0f} ms)")
 
 
@@ -109,16 +109,16 @@ def _saves(run, rounds: int) -> list[tuple[float, float, float]]:
 
     batch = loop._epochs(run)(0)[0]
     for _ in range(2):
-        loop.one_step(run, [[batch]])
+        loop.train_step(run, [[batch]])
     found = []
     for turn in range(rounds):
         times = [time.perf_counter()]
-        loop.one_step(run, [[batch]])
+        loop.train_step(run, [[batch]])
         times.append(time.perf_counter())
         save(run, f"step-{turn}", step=turn, epoch=0, wait=False)
         times.append(time.perf_counter())
         for _ in range(5):
-            loop.one_step(run, [[batch]])
+            loop.train_step(run, [[batch]])
         times.append(time.perf_counter())
         run.writer.finish()
         found.append(tuple(later - earlier for earlier, later in itertools.pairwise(times)))

@@ -80,8 +80,8 @@ def measure(folder: Path, flags: list[str]) -> dict[str, int]:
         batch = loop._epochs(run)(0)[0]
         counted.highest = counted.now
         for _ in range(STEPS):
-            loop.one_step(run, [[batch]])
-        spec, texts = run.base.spec, run.source.material(batch, scale=1.0).encodings
+            loop.train_step(run, [[batch]])
+        spec, texts = run.base.spec, run.source.load_batch(batch, scale=1.0).encodings
         longest = max(one["embeds"].shape[0] for one in texts)
     return {
         "card": counted.highest,

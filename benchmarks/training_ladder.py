@@ -134,22 +134,24 @@ def measure(folder: str, flags: list[str]) -> dict[str, float]:
     run = make_run(Path(folder), *flags)
     batch = loop._epochs(run)(0)[0]
     for _ in range(2):
-        loop.one_step(run, [[batch]])
+        loop.train_step(run, [[batch]])
     device_memory.empty_cache("cpu")
     watched = device_memory.Peak("cpu")
     seconds = -time.process_time()
     for _ in range(2):
-        loop.one_step(run, [[batch]])
+        loop.train_step(run, [[batch]])
     seconds += time.process_time()
     rss = watched.look()
     known = [
         thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)
     ]  # what was there before the step is not counted
-    recorded = allocation_recorder.record(lambda _: loop.one_step(run, [[batch]]), weights=known, fake=False)
+    recorded = allocation_recorder.record(lambda _: loop.train_step(run, [[batch]]), weights=known, fake=False)
     weights = sum(_held(module) for module in run.learner.parts.values())
     states = sum(_bytes(optimizer.state_dict()["state"]) for optimizer in run.optimizers)
-    beside = sum(copy.nbytes for copy in run.beside.copies.values()) if run.beside else 0
-    away = (states + beside, 0) if run.beside else (0, states)  # in RAM, though here that is where everything is
+    beside = sum(copy.nbytes for copy in run.optimizer_offload.copies.values()) if run.optimizer_offload else 0
+    away = (
+        (states + beside, 0) if run.optimizer_offload else (0, states)
+    )  # in RAM, though here that is where everything is
     return {
         "weights": weights,
         "optimizer": away[1],

@@ -136,7 +136,7 @@ def run_loft(model: Path, data: Path, steps: int, word: str, output: Path) -> No
     from backend.training.__main__ import main
 
     ends = Ends()
-    loop.one_step = _noted(loop.one_step, ends)
+    loop.train_step = _noted(loop.train_step, ends)
     flags = ["--use_gradient_checkpointing"] if word == "checkpointed" else []
     status = main(
         [

@@ -163,7 +163,7 @@ def work(engine: str, place: Path) -> int:
 
     def train(run) -> str:
         gc.collect()
-        found.append((_loft if engine == "FSDP2" else _deepspeed)(run, loop.pace_of(run), stage))
+        found.append((_loft if engine == "FSDP2" else _deepspeed)(run, loop.run_length(run), stage))
         return "complete"
 
     loop.train = train
@@ -186,7 +186,10 @@ def _groups(run, pace, step: int):
 
     batches = loop._epochs(run)(pace.epoch_of(step))
     return loop.of_step(
-        batches, step % pace.per_epoch, processes=run.accelerator.num_processes, accumulation=loop._turns(run)
+        batches,
+        step % pace.per_epoch,
+        processes=run.accelerator.num_processes,
+        accumulation=loop._accumulation_steps(run),
     )
 
 
@@ -200,7 +203,7 @@ def _loft(run, pace, stage: int) -> dict[str, float]:
         _before(optimizer, held, before)
     for step in range(STEPS):
         held.peak = 0
-        loss = loop.one_step(run, _groups(run, pace, step))
+        loss = loop.train_step(run, _groups(run, pace, step))
         held.look()
     return _row(held, before[-1], run.learner.parameters(), run.optimizers, loss)
 
@@ -273,7 +276,7 @@ def _deepspeed(run, pace, stage: int) -> dict[str, float]:
         for group in groups:
             batch = group[run.accelerator.process_index]
             # it averages over turns and processes; the scale takes that back to the mean over all samples of a step
-            material = run.source.material(batch, scale=run.accelerator.num_processes * len(groups) / count)
+            material = run.source.load_batch(batch, scale=run.accelerator.num_processes * len(groups) / count)
             loss, each = engine(material, run.config.loss)
             engine.backward(loss)
             engine.step()

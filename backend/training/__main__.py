@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from backend.dataset import check_inputs
 from backend.engine.devices import allocator_limits
@@ -21,14 +22,19 @@ from backend.schema.training.config import TrainingConfig, TrainingSection
 from backend.schema.untrusted import exists, is_file, is_folder, read_bytes, read_object
 from backend.training.checkpoint.reporter import Reporter
 from backend.training.checkpoint.set_aside import (
-    begins_anew,
     files_named,
     made_something,
     put_back,
     set_aside,
     set_results_aside,
+    starts_fresh,
     told,
 )
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from backend.dataset.dataset import Dataset
 
 OBJECTIVE = ("timestep_sampling", "loss_weighting", "max_grad_norm")
 
@@ -64,7 +70,7 @@ def read_arguments(argv: list[str]) -> tuple[TrainingConfig, Path]:
     text = read_bytes(file).decode("utf-8", errors="replace")
     given = from_flags(TrainingConfig, argv[1:])
     base = TrainingConfig(training=TrainingSection(allow_custom_code=given.training.allow_custom_code))
-    config = _objective_kept(from_file_text(TrainingConfig, text, base=base), text, folder)
+    config = _keep_objective(from_file_text(TrainingConfig, text, base=base), text, folder)
     if len(argv) > 1:
         from backend.schema.settings import to_values
 
@@ -78,9 +84,9 @@ def read_arguments(argv: list[str]) -> tuple[TrainingConfig, Path]:
     return config, folder
 
 
-def _objective_kept(config: TrainingConfig, text: str, folder: Path) -> TrainingConfig:
-    """`config` with the objective that the run's newest state was made with, where its settings (`text`) say nothing of it: files hold
-    what differs from the defaults, and the defaults of an earlier version were others."""
+def _keep_objective(config: TrainingConfig, text: str, folder: Path) -> TrainingConfig:
+    """`config` with the objective that the run's newest state was made with, where its settings (`text`) say nothing of
+    it: files hold what differs from the defaults, and the defaults of an earlier version were others."""
     states = sorted((folder / "checkpoints").glob("step-*/state.json"))
     if not states:
         return config
@@ -89,7 +95,7 @@ def _objective_kept(config: TrainingConfig, text: str, folder: Path) -> Training
         then, said = dict(then), parse_json(text)
     except (Trouble, ValueError, KeyError, TypeError):
         return config  # a damaged state is told of when it is loaded
-    silent = [name for name in OBJECTIVE if name in then and name not in said]
+    silent = [name for name in OBJECTIVE if name in then and isinstance(said, dict) and name not in said]
     return from_values(TrainingConfig, {name: then[name] for name in silent}, base=config)
 
 
@@ -98,6 +104,8 @@ def _with_output(config: TrainingConfig, **changes) -> TrainingConfig:
 
 
 def run_in(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[str]) -> int:
+    """Trains in `folder`; the exit status. After running out of memory the process restarts itself with the next
+    memory fallback."""
     # Threads that spin while they wait halve the speed of a busy machine; torch, loaded below, reads this once.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     allocator_limits.expand_segments()
@@ -105,7 +113,7 @@ def run_in(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[s
     aside: dict[Path, Path] = {}
     if rank == 0:
         try:
-            aside = _claim(config, folder, by_flags=by_flags, argv=argv)
+            aside = _claim_folder(config, folder, by_flags=by_flags, argv=argv)
         except Trouble as trouble:  # the folder cannot be written or its events are another run's: nothing is put there
             print(str(trouble), file=sys.stderr, flush=True)
             return _leave(2, str(trouble))
@@ -123,7 +131,7 @@ def run_in(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[s
         if _is_out_of_memory(error):
             from backend.training.run import oom_restart
 
-            oom_restart.go_lower(config, argv, reporter)
+            oom_restart.restart_with_fallback(config, argv, reporter)
             trouble = oom_restart.out_of_memory(config, reporter.now)
             reporter.trouble(trouble)
             return _leave(2, str(trouble))
@@ -143,8 +151,9 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _leave(status: int, sentence: str) -> int:
-    """Ends a failed process of several at once: the others wait for it in a collective call and are ended by the launcher."""
-    _tell_launcher(sentence)
+    """Ends a failed process of several at once: the others wait for it in a collective call and are ended by the
+    launcher."""
+    _report_to_launcher(sentence)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -152,9 +161,9 @@ def _leave(status: int, sentence: str) -> int:
     return status
 
 
-def _tell_launcher(sentence: str) -> None:
-    """Writes what ended this process where torch's launcher looks for it: its report closes with that sentence (torch's notes on errors of
-    `torch.distributed.elastic`)."""
+def _report_to_launcher(sentence: str) -> None:
+    """Writes what ended this process where torch's launcher looks for it: its report closes with that sentence (torch's
+    notes on errors of `torch.distributed.elastic`)."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         message = {"message": sentence, "extraInfo": {"py_callstack": sentence, "timestamp": str(int(time.time()))}}
@@ -162,7 +171,7 @@ def _tell_launcher(sentence: str) -> None:
             Path(file).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
-def _claim(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[str]) -> dict[Path, Path]:
+def _claim_folder(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: list[str]) -> dict[Path, Path]:
     """`_make_folder`, or a Trouble about a folder that cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -193,19 +202,19 @@ def _make_folder(config: TrainingConfig, folder: Path, *, by_flags: bool, argv: 
     from backend.system.atomic_files import write_text
 
     if os.environ.get("LOFT_MARK"):  # the studio has started this and keeps the record itself
-        return _results_aside(config, folder)
+        return _set_results_aside(config, folder)
     _refuse_second(folder)
     aside: dict[Path, Path] = {}
     if by_flags:
-        if begins_anew(config, folder):
+        if starts_fresh(config, folder):
             aside = set_aside(folder, named=files_named(config))
         write_text(folder / "config.json", to_file_text(config), durable=True)
     (folder / "stop").unlink(missing_ok=True)
     _write_process_record(argv, folder)
-    return aside or _results_aside(config, folder)
+    return aside or _set_results_aside(config, folder)
 
 
-def _results_aside(config: TrainingConfig, folder: Path) -> dict[Path, Path]:
+def _set_results_aside(config: TrainingConfig, folder: Path) -> dict[Path, Path]:
     """Of a run without a state to go on from: another run's results that lie where its own are to go."""
     return (
         set_results_aside(Path(config.output.output_path), named=files_named(config))
@@ -215,7 +224,8 @@ def _results_aside(config: TrainingConfig, folder: Path) -> dict[Path, Path]:
 
 
 def _write_process_record(argv: list[str], folder: Path) -> None:
-    """Writes this run's process.json. `events_at`: where the event log ends now; what stands before is of an earlier process."""
+    """Writes this run's process.json. `events_at`: where the event log ends now; what stands before is of an earlier
+    process."""
     from backend.system import process_record
 
     # Of several processes the launcher, their parent, is the one to watch and to end.
@@ -226,7 +236,9 @@ def _write_process_record(argv: list[str], folder: Path) -> None:
     process_record.write_record(folder / process_record.RECORD, process, events_at=events_at)
 
 
-def _train(config: TrainingConfig, folder: Path, reporter) -> str:
+def _train(config: TrainingConfig, folder: Path, reporter: Reporter) -> str:
+    """Sets a run up and trains; why it ended ("complete" or "stopped"). Torch is imported here, after the inputs were
+    checked."""
     index = places().cache / "pictures.json"
     data = check_inputs.look(config, index=index)
 
@@ -237,17 +249,18 @@ def _train(config: TrainingConfig, folder: Path, reporter) -> str:
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
     from backend.schema.settings import to_values
-    from backend.training.checkpoint.reporter import add_boards
+    from backend.training.checkpoint.reporter import add_trackers
     from backend.training.dry_run import preflight
-    from backend.training.loop import pace_of, train
+    from backend.training.loop import run_length, train
     from backend.training.model import fsdp
-    from backend.training.model.apply_plan import with_plan
+    from backend.training.model.apply_plan import apply_plan
     from backend.training.setup import set_up
 
     _set_deterministic(config.training.deterministic)
-    config, spread = fsdp.take_over(config)
+    config, spread = fsdp.read_launcher_environment(config)
     accelerator = Accelerator(
-        cpu=not torch.accelerator.is_available()  # said outright, for several processes on a CPU find each other only so
+        # Said outright, for several processes on a CPU find each other only so
+        cpu=not torch.accelerator.is_available()
         or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"),
         mixed_precision="no" if fsdp.asked() else config.training.mixed_precision,
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=config.training.find_unused_parameters)],
@@ -258,12 +271,12 @@ def _train(config: TrainingConfig, folder: Path, reporter) -> str:
     if accelerator.is_main_process:
         if spread:
             reporter.note(spread)
-        add_boards(reporter, config.output, config=to_values(config))
-    config = with_plan(config, accelerator, reporter)
+        add_trackers(reporter, config.output, config=to_values(config))
+    config = apply_plan(config, accelerator, reporter)
     if config.training.task.endswith(":data_process"):
         return _process_data(config, accelerator, reporter, index, data)
     run = set_up(config, folder, Path(config.output.output_path), accelerator, reporter, index=index, known=data)
-    pace = pace_of(run)
+    pace = run_length(run)
     reporter.event(
         "started",
         total_steps=pace.total,
@@ -282,8 +295,9 @@ def _train(config: TrainingConfig, folder: Path, reporter) -> str:
 
 
 def _set_deterministic(wanted: bool) -> None:
-    """Has torch take only deterministic algorithms, or any again. Of attention's fused kernels that leaves flash attention, which has a deterministic
-    backward pass; memory-efficient attention and cuDNN's add up gradients in any order (torch's notes on reproducibility)."""
+    """Has torch take only deterministic algorithms, or any again. Of attention's fused kernels that leaves flash
+    attention, which has a deterministic backward pass; memory-efficient attention and cuDNN's add up gradients in any
+    order (torch's notes on reproducibility)."""
     import torch
 
     torch.use_deterministic_algorithms(wanted)
@@ -291,7 +305,9 @@ def _set_deterministic(wanted: bool) -> None:
     torch.backends.cuda.enable_cudnn_sdp(not wanted)
 
 
-def _process_data(config: TrainingConfig, accelerator, reporter, index: Path, data) -> str:
+def _process_data(
+    config: TrainingConfig, accelerator: Accelerator, reporter: Reporter, index: Path, data: Dataset | None
+) -> str:
     """The first of two stages: everything that needs no gradient is computed and stored in `output_path`."""
     from backend.training.encoding import encoded_dataset
     from backend.training.setup import make_loader, make_source

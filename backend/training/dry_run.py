@@ -1,4 +1,5 @@
-"""A try before hours are spent: one step at the largest size, one sample, one save, and what each took. It changes nothing."""
+"""Preflight (dry run): one step on the largest batch, one sample, one save, and the peak memory of each. Changes
+nothing."""
 
 from __future__ import annotations
 
@@ -7,19 +8,19 @@ import tempfile
 from pathlib import Path
 
 from backend.dataset.bucket_sampler import Batch
-from backend.training.checkpoint.state import State, random_state, save_result, save_state, set_random_state
+from backend.training.checkpoint.state import TrainingState, random_state, save_exported, save_state, set_random_state
 from backend.training.encoding.peak_meter import STEP
-from backend.training.loop import one_step
+from backend.training.loop import train_step
 from backend.training.optim.optimizers import set_rates
 from backend.training.run.evaluation import draw_samples
-from backend.training.run.export import result_tensors
+from backend.training.run.export import exported_tensors
 from backend.training.run.peak_report import is_known, predicted_by
 from backend.training.run.state import Run
 
 
 def preflight(run: Run) -> dict[str, int]:
-    """Peak bytes of live tensors on the device: of a step's "forward", "backward" and "optimizer", of "step", "save" and "sample". All are
-    also an event, beside what was predicted."""
+    """Peak bytes of live tensors on the device: of a step's "forward", "backward" and "optimizer", of "step", "save"
+    and "sample". All are also an event, beside what was predicted."""
     state = random_state()
     groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
     values = [{name: value for name, value in group.items() if name != "params"} for group in groups]
@@ -35,8 +36,8 @@ def preflight(run: Run) -> dict[str, int]:
         group.update(before, params=params)
     set_random_state(state)
     peaks = run.peaks.by_phase
-    peaks |= {"step": max(peaks[name] for name in STEP)} if run.first else {}
-    predicted = predicted_by(run) if run.first and is_known(run) else {}
+    peaks |= {"step": max(peaks[name] for name in STEP)} if run.is_main_process else {}
+    predicted = predicted_by(run) if run.is_main_process and is_known(run) else {}
     measured = {f"{name}_bytes": value for name, value in peaks.items()}
     run.reporter.event("memory", phase="preflight", **measured, predicted=predicted)
     run.reporter.say(
@@ -55,20 +56,20 @@ def _largest_step(run: Run) -> None:
     count = run.config.training.batch_size
     batch = Batch(items=(number,) * count, places=tuple(range(count)))
     set_rates(run.optimizers, 0.0)
-    groups = [[batch] * run.accelerator.num_processes]
+    groups: list[list[Batch]] = [[batch] * run.accelerator.num_processes]
     for _ in range(2):
         with run.peaks.step(groups):
-            one_step(run, groups)
+            train_step(run, groups)
 
 
 def _save(run: Run) -> None:
-    if not run.first:
+    if not run.is_main_process:
         return
     folder = Path(tempfile.mkdtemp(prefix=".preflight-", dir=run.folder))
     try:
         with run.peaks.save():
-            save_result(folder / "result.safetensors", result_tensors(run), {})
+            save_exported(folder / "result.safetensors", exported_tensors(run), {})
         states = [optimizer.state_dict() for optimizer in run.optimizers]
-        save_state(folder, State(step=0, weights=run.weights, optimizers=states, random=[random_state()]))
+        save_state(folder, TrainingState(step=0, weights=run.weights, optimizers=states, random=[random_state()]))
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,8 @@
-"""accelerate's launcher with its own flags, for the trainer: `python -m backend.training.launch --config_file zero2.yaml -m backend.training --flags`.
+"""accelerate's launcher with its own flags, for the trainer: `python -m backend.training.launch --config_file
+zero2.yaml -m backend.training --flags`.
 
-A configuration with DeepSpeed needs no package here, as its stages are carried out by torch (`backend.training.model.fsdp`), and a run that ends by
-a sentence ends with it, not with the launcher's traceback.
+A configuration with DeepSpeed needs no package here, as its stages are carried out by torch
+(`backend.training.model.fsdp`), and a run that ends by a sentence ends with it, not with the launcher's traceback.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import sys
 
 
 def main(argv: list[str]) -> int:
-    """Exit status: that of a process that failed, as a sentence of its own has said; 1 where the launcher itself did; 2 for wrong flags."""
+    """Exit status: that of a process that failed, as a sentence of its own has said; 1 where the launcher itself did; 2
+    for wrong flags."""
     from accelerate.commands import launch
     from accelerate.utils.launch import prepare_deepspeed_cmd_env
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -22,7 +24,7 @@ def main(argv: list[str]) -> int:
     try:
         args, defaults, mixed = launch._validate_launch_command(launch.launch_command_parser().parse_args(argv))
         if args.use_deepspeed and not args.cpu and args.num_machines == 1:
-            fields = [*(defaults.deepspeed_config if defaults else ()), *(["mixed_precision"] if mixed else [])]
+            fields = [*getattr(defaults, "deepspeed_config", ()), *(["mixed_precision"] if mixed else [])]
             args.deepspeed_fields_from_accelerate_config = ",".join(fields)
             _, environment = prepare_deepspeed_cmd_env(args)
             _start(args, environment)

@@ -1,4 +1,7 @@
-"""The loop, from top to bottom. Steps are optimizer steps; everything in one follows from its number."""
+"""The training loop: gradient accumulation, gradient clipping, NaN/Inf check, optimizer step, EMA, saving, validation.
+
+Steps are optimizer steps; everything in one follows from its number.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,16 @@ from backend.training.model import fsdp
 from backend.training.model.flow_matching_loss import seed_of
 from backend.training.optim.optimizers import rate_factor, set_rates
 from backend.training.run.evaluation import draw_samples, memory, validation_loss
-from backend.training.run.peak_report import beside_tensors, keep, tell
+from backend.training.run.peak_report import keep, library_bytes, tell
 from backend.training.run.resume import restore
 from backend.training.run.save import save
-from backend.training.run.state import Run
+from backend.training.run.state import Run, sum_over_processes
 
-MOST_BAD_STEPS = 5  # in a row, after which a run ends
+MAX_NONFINITE_STEPS = 5  # in a row, after which a run ends
 
 
 @dataclass
-class Pace:
+class RunLength:
     """How long a run is: optimizer steps in all and in an epoch."""
 
     total: int
@@ -40,7 +43,8 @@ class Pace:
 
 
 def train(run: Run) -> str:
-    """Trains to the end, or until asked to stop. Returns "complete" or "stopped". However it ends, what is being saved is saved first."""
+    """Trains to the end, or until asked to stop. Returns "complete" or "stopped". However it ends, what is being saved
+    is saved first."""
     try:
         return _train(run)
     except BaseException:
@@ -57,11 +61,11 @@ def _finish_saving(run: Run) -> None:
 
 
 def _train(run: Run) -> str:
-    pace = pace_of(run)
+    pace = run_length(run)
     if run.accelerator.process_index:  # dropout is to differ between processes
         torch.manual_seed(seed_of(run.config.training.seed, run.accelerator.process_index, "dropout"))
     start = restore(run, pace.total)
-    if run.first:
+    if run.is_main_process:
         clear_leftovers(run.folder, run.output)
     stop = Stop(run)
     batches_of = _epochs(run)
@@ -73,14 +77,16 @@ def _train(run: Run) -> str:
         began = time.monotonic()
         epoch = pace.epoch_of(step)
         rate = set_rates(run.optimizers, partial(rate_factor, step, pace.total, run.config.training))
-        groups = of_step(batches_of(epoch), step % pace.per_epoch, processes=_processes(run), accumulation=_turns(run))
+        groups = of_step(
+            batches_of(epoch), step % pace.per_epoch, processes=_processes(run), accumulation=_accumulation_steps(run)
+        )
         with run.peaks.step(groups):
-            loss = one_step(run, groups)
+            loss = train_step(run, groups)
         skipped = loss is None
-        bad = 0 if not skipped or _looks_for_scale(run) else bad + 1
-        _check_bad(run, bad, step)
-        if loss is not None and run.mean:
-            run.mean.update(step + 1)
+        bad = 0 if not skipped or _is_lowering_loss_scale(run) else bad + 1
+        _check_finite(run, bad, step)
+        if loss is not None and run.ema:
+            run.ema.update(step + 1)
         if loss is not None:
             run.reporter.step(
                 step=step + 1,
@@ -97,17 +103,19 @@ def _train(run: Run) -> str:
     return "complete"
 
 
-def pace_of(run: Run) -> Pace:
+def run_length(run: Run) -> RunLength:
     count = len(_epochs(run)(0))
-    per_epoch = steps_of_epoch(count, processes=_processes(run), accumulation=_turns(run))
-    return Pace(total=run.config.training.max_steps or run.config.training.num_epochs * per_epoch, per_epoch=per_epoch)
+    per_epoch = steps_of_epoch(count, processes=_processes(run), accumulation=_accumulation_steps(run))
+    return RunLength(
+        total=run.config.training.max_steps or run.config.training.num_epochs * per_epoch, per_epoch=per_epoch
+    )
 
 
 def _processes(run: Run) -> int:
     return run.accelerator.num_processes
 
 
-def _turns(run: Run) -> int:
+def _accumulation_steps(run: Run) -> int:
     return run.config.training.gradient_accumulation_steps
 
 
@@ -133,8 +141,9 @@ def _epochs(run: Run) -> Callable[[int], list[Batch]]:
     return batches
 
 
-def one_step(run: Run, groups: list[list[Batch]]) -> float | None:
-    """One optimizer step over `groups` [accumulation][process]: the mean error of its samples, or None where it was no number.
+def train_step(run: Run, groups: list[list[Batch]]) -> float | None:
+    """One optimizer step over `groups` [accumulation][process]: the mean loss of its samples, or None where the
+    gradient norm is NaN or Inf (the step is then skipped).
 
     What the save before it failed by is raised here, and the step is then not made.
 
@@ -145,10 +154,10 @@ def one_step(run: Run, groups: list[list[Batch]]) -> float | None:
     errors = torch.zeros((), device=run.device)
     for turn, group in enumerate(groups):
         batch = group[accelerator.process_index]
-        material = run.source.material(batch, scale=_processes(run) / count).to(run.device)
+        inputs = run.source.load_batch(batch, scale=_processes(run) / count).to(run.device)
         run.peaks.moment(FORWARD)
         with accelerator.no_sync(model) if turn + 1 < len(groups) else contextlib.nullcontext():
-            loss, each = model(material, run.config.loss)
+            loss, each = model(inputs, run.config.loss)
             run.peaks.moment(BACKWARD)
             accelerator.backward(loss)
         errors += each.sum()
@@ -156,44 +165,48 @@ def one_step(run: Run, groups: list[list[Batch]]) -> float | None:
     accelerator.unscale_gradients()
     norm = torch.nn.utils.clip_grad_norm_(list(run.weights.values()), run.config.training.max_grad_norm or float("inf"))
     good = math.isfinite(fsdp.number(norm))
-    run.writer.wait()  # what is being saved is what this step begins from: nothing changes, and nothing is made, before it is on the disk
-    if run.beside:
-        run.beside.step(run.optimizers, good=good)
+    # What is being saved is what this step begins from: nothing changes, and nothing is made, before it is on the disk
+    run.writer.wait()
+    if run.optimizer_offload:
+        run.optimizer_offload.step(run.optimizers, good=good)
     elif good or accelerator.scaler is not None:  # a scaler skips the step itself, and lowers its scale
         for optimizer in run.optimizers:
             optimizer.step()
     for optimizer in run.optimizers:
         optimizer.zero_grad(set_to_none=True)
     if _processes(run) > 1:
-        errors = accelerator.reduce(errors, reduction="sum")
+        errors = sum_over_processes(accelerator, errors)
     return float(errors) / count if good else None
 
 
-def _looks_for_scale(run: Run) -> bool:
-    """Whether fp16's gradient scaler is still on its way down to a scale that does not overflow: skipping steps for that is its normal life."""
+def _is_lowering_loss_scale(run: Run) -> bool:
+    """Whether fp16's GradScaler is still lowering its loss scale: skipped steps are normal while it does."""
     scaler = run.accelerator.scaler
-    looks = scaler is not None and scaler.get_scale() >= 1
-    if looks:
+    lowering = scaler is not None and scaler.get_scale() >= 1
+    if scaler is not None and lowering:
         run.reporter.note(
             f"A step was skipped: its fp16 gradients overflowed, and the loss scale is now {scaler.get_scale():g}."
         )
-    return looks
+    return lowering
 
 
-def _check_bad(run: Run, bad: int, step: int) -> None:
+def _check_finite(run: Run, bad: int, step: int) -> None:
     if bad:
-        run.reporter.note(f"Step {step + 1} gave no number and was left out.", step=step + 1)
-    if bad >= MOST_BAD_STEPS:
+        run.reporter.note(f"Step {step + 1}: the gradient norm is NaN or Inf; the step was skipped.", step=step + 1)
+    if bad >= MAX_NONFINITE_STEPS:
         raise Trouble(
             "not_finite",
-            f"The loss was no number {bad} steps in a row, at step {step + 1}; the run ends here.",
-            hint="Lower the learning rate, or compute in bf16. If the newest state gives no number either, go on from the one before it.",
+            f"The gradient norm was NaN or Inf {bad} steps in a row, up to step {step + 1}; the run ends here.",
+            hint=(
+                "Lower the learning rate, or compute in bf16. If the newest checkpoint gives NaN too, resume from the "
+                "one before it."
+            ),
         )
 
 
-def after_step(run: Run, step: int, pace: Pace, *, asked: bool, bad: bool, owed: bool) -> bool:
-    """Saves, draws and measures what is due after `step`. After a `bad` one, that gave no number, saving waits (the answer: it is `owed`):
-    states that may be worthless are not to push out the good ones."""
+def after_step(run: Run, step: int, pace: RunLength, *, asked: bool, bad: bool, owed: bool) -> bool:
+    """Saves, draws and measures what is due after `step`. After a `bad` one (gradient norm NaN or Inf) saving waits
+    (the answer: it is `owed`): states that may be worthless are not to push out the good ones."""
     config = run.config
     last = step == pace.total
     due = owed or step % (config.output.save_steps or pace.per_epoch) == 0
@@ -211,10 +224,10 @@ def after_step(run: Run, step: int, pace: Pace, *, asked: bool, bad: bool, owed:
         save(run, f"epoch-{epoch - 1}" if by_epoch else f"step-{step}", step=step, epoch=epoch, wait=asked or last)
     if draws and asked:
         draw_samples(run, step)
-    if run.aside and (step % config.samples.validation_every == 0 or last):
+    if run.validation_items and (step % config.samples.validation_every == 0 or last):
         run.reporter.event("validation", step=step, loss=validation_loss(run))
     if step in (1, 10):
-        run.reporter.event("memory", **memory(), **beside_tensors(run))
+        run.reporter.event("memory", **memory(), **library_bytes(run))
     if due or asked or last:
         keep(run)
     if asked or last:
@@ -237,5 +250,5 @@ class Stop:
         asked = self.signalled or (self.run.folder / "stop").exists()
         if _processes(self.run) == 1:
             return asked
-        told = self.run.accelerator.reduce(torch.tensor(float(asked), device=self.run.device), reduction="sum")
-        return bool(told > 0)
+        total = sum_over_processes(self.run.accelerator, torch.tensor(float(asked), device=self.run.device))
+        return bool(total > 0)

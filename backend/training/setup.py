@@ -1,4 +1,4 @@
-"""A run put together: base, data, encodings, adapter, optimizers."""
+"""Set up a run: base model, data loader, cached encodings, adapter, optimizers, EMA."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from backend.dataset.bucket_sampler import Batch
@@ -26,34 +27,34 @@ from backend.training.encoding import encoded_dataset
 from backend.training.encoding.cache_key import encoder_key, folder_digest
 from backend.training.encoding.conditioning import (
     add_samples,
+    cache_text_encoder_outputs,
     encoders_of,
-    fill_told,
     is_editing,
     processor_of,
-    told_to_draw,
+    sample_prompt_inputs,
 )
-from backend.training.encoding.distributed_encoding import Wishes
+from backend.training.encoding.distributed_encoding import EncodingContext
 from backend.training.encoding.encoding_cache import key_of
-from backend.training.encoding.prepare import free_memory, prepare_source, split_off
-from backend.training.encoding.sample_source import Source, worded
+from backend.training.encoding.prepare import free_memory, prepare_source, split_validation
+from backend.training.encoding.sample_source import Source, prompt_name
 from backend.training.model import fsdp
-from backend.training.model.base_model import DTYPES, Base, find_base, load_parts
-from backend.training.model.frozen_weights import Kept, keeping, without_effect
+from backend.training.model.base_model import DTYPES, BaseModel, find_base_model, load_parts
+from backend.training.model.frozen_weights import Kept, fp8_without_effect, keeping
 from backend.training.model.peft_adapters import add_adapter, load_file_adapter
 from backend.training.model.quantization import configs_of
 from backend.training.model.tokenizers import processor_folder, tokenizer_folders
-from backend.training.model.training_module import Learner, may_use_cpu_attention, named_trainable
-from backend.training.optim.cpu_offload import Beside
-from backend.training.optim.optimizers import Mean, check_optimizer, make_optimizers
-from backend.training.run.check_weights import rehearse
+from backend.training.model.training_module import TrainingModule, may_use_cpu_attention, named_trainable
+from backend.training.optim.cpu_offload import OptimizerCpuOffload
+from backend.training.optim.optimizers import EMA, check_optimizer, make_optimizers
+from backend.training.run.check_weights import check_weight_files
 from backend.training.run.state import Run, gather
 
 
 @dataclass
-class Loader:
+class PartLoader:
     """Loads parts when they are first asked for, each once."""
 
-    base: Base
+    base: BaseModel
     resolved: ResolvedTraining
     kept: Mapping[str, Kept]
     quantized: Mapping[str, QuantizeConfig]
@@ -61,12 +62,12 @@ class Loader:
     dtype: torch.dtype
     device: torch.device
     through_ram: bool
-    readers: dict[str, object]  # tokenizers by their names and, of a model that works from pictures, "processor"
+    processors: dict[str, object]  # tokenizers by their names and, of a model that works from pictures, "processor"
     tokenizer_digests: tuple[str, ...] = ()
     preset: tuple[str, Path] | None = None  # a LoRA that is merged into the base, and into which part
     processor_digest: str = ""
     parts: dict[str, torch.nn.Module] = field(default_factory=dict)
-    _made_by: dict[str, str] = field(default_factory=dict)
+    _part_keys: dict[str, str] = field(default_factory=dict)
 
     def __call__(
         self,
@@ -99,7 +100,7 @@ class Loader:
         for name in made.keys() & {self.encoder_preset} - set(self.quantized):
             self.merge_preset(name, made[name])
         self.parts |= made
-        return {**{name: self.parts[name] for name in names}, **self.readers}
+        return {**{name: self.parts[name] for name in names}, **self.processors}
 
     @property
     def encoder_preset(self) -> str | None:
@@ -111,12 +112,13 @@ class Loader:
         """Merges the preset LoRA into the base, so that a new one learns the difference; beside weights that are not
         kept in full."""
         adapters = Adapters({part: module}, family=self.base.family, specs={part: self.base.spec.parts[part]})
+        assert self.preset is not None
         adapters.add(str(self.preset[1]), strength=1.0, hot=part in self.kept)
 
-    def made_by(self, name: str) -> str:
+    def part_key(self, name: str) -> str:
         """A hash of everything of the part `name` that what it makes depends on, with the tokenizers of a text
         encoder."""
-        if name not in self._made_by:
+        if name not in self._part_keys:
             key = encoder_key(
                 self.base,
                 name,
@@ -124,11 +126,11 @@ class Loader:
                 device=self.device,
                 kept=self.kept.get(name),
                 quantized=self.quantized.get(name),
-                adapter=self.preset[1] if name == self.encoder_preset else None,
+                adapter=self.preset[1] if self.preset and name == self.encoder_preset else None,
             )
             reads = name in encoders_of(self.base)
-            self._made_by[name] = key_of(key, *self.tokenizer_digests) if reads else key
-        return self._made_by[name]
+            self._part_keys[name] = key_of(key, *self.tokenizer_digests) if reads else key
+        return self._part_keys[name]
 
     def drop_all_but(self, names: Iterable[str]) -> None:
         """Lets parts go that are no longer needed; of those whose weights are moved about, nothing is on its way any
@@ -141,20 +143,27 @@ class Loader:
 
 
 def set_up(
-    config, folder: Path, output: Path, accelerator, reporter: Reporter, *, index: Path, known: Dataset | None = None
+    config: TrainingConfig,
+    folder: Path,
+    output: Path,
+    accelerator: Accelerator,
+    reporter: Reporter,
+    *,
+    index: Path,
+    known: Dataset | None = None,
 ) -> Run:
     """Reads, loads, encodes and wraps; the run is then ready for its first step."""
     reporter.phase("loading")
     load = make_loader(config, accelerator, folder)
     source = make_source(config, load, accelerator, reporter, index=index, known=known)
     reporter.phase("loading", 1, 2)
-    learner = make_learner(config, load, source)
+    learner = make_training_module(config, load, source)
     if fsdp.asked():
-        learner.casts = True
+        learner.autocasts = True
         fsdp.spread(learner, accelerator)
     weights = named_trainable(learner)
-    beside = Beside(weights) if config.memory.enable_optimizer_cpu_offload else None
-    optimizers = make_optimizers(beside.copies if beside else weights, config.training)
+    optimizer_offload = OptimizerCpuOffload(weights) if config.memory.enable_optimizer_cpu_offload else None
+    optimizers = make_optimizers(optimizer_offload.copies if optimizer_offload else weights, config.training)
     # A launcher that starts one process has it wrapped for several all the same.
     if accelerator.distributed_type != DistributedType.NO and not fsdp.asked():
         learner._ddp_params_and_buffers_to_ignore = _without_gradient(learner, source, config, accelerator)
@@ -171,13 +180,13 @@ def set_up(
         reporter=reporter,
         base=load.base,
         source=source,
-        aside=split_off(source, config.samples.validation_split, seed=config.training.seed),
+        validation_items=split_validation(source, config.samples.validation_split, seed=config.training.seed),
         learner=learner,
         model=model,
         optimizers=optimizers,
         weights=weights,
-        mean=Mean(weights, config.training.ema_decay) if config.training.ema_decay else None,
-        beside=beside,
+        ema=EMA(weights, config.training.ema_decay) if config.training.ema_decay else None,
+        optimizer_offload=optimizer_offload,
         vae=load(["vae"])["vae"] if config.samples.sample_prompts.strip() else None,
         resolved=load.resolved,
         device=load.device,
@@ -185,11 +194,11 @@ def set_up(
     )
 
 
-def make_loader(config, accelerator, folder: Path) -> Loader:
+def make_loader(config, accelerator, folder: Path) -> PartLoader:
     """Finds the base and decides how its parts are kept. Raises Trouble for whatever the run in `folder` could not be
     carried out with."""
     with accelerator.main_process_first():  # one downloads what is missing, the others find it
-        base = find_base(config.model)
+        base = find_base_model(config.model)
     check_processes(config)
     device, dtype = accelerator.device, DTYPES[config.training.mixed_precision]
     resolved = check_training(
@@ -201,17 +210,17 @@ def make_loader(config, accelerator, folder: Path) -> Loader:
         device=device.type,
     )
     check_optimizer(config.training, config.parts_that_train)
-    rehearse(config, resolved, base, folder)
+    check_weight_files(config, resolved, base, folder)
     quantized = configs_of(resolved.parts)
     kept = keeping(resolved.parts, device=device, dtype=dtype)
     fsdp.check(config, kept=kept, quantized=quantized)
     split = config.memory.cpu_offload_split_threshold
     words, digest = tokenizer_folders(config.model, base), ""
-    readers = {name: base.family.load_tokenizer(folder, name) for name, folder in words.items()}
+    processors = {name: base.family.load_tokenizer(folder, name) for name, folder in words.items()}
     if is_editing(base):
         looks = processor_folder(config.model, base)
-        readers["processor"], digest = processor_of(looks, base, pixels=config.dataset.edit_pixels)
-    return Loader(
+        processors["processor"], digest = processor_of(looks, base, pixels=config.dataset.edit_pixels)
+    return PartLoader(
         base=base,
         resolved=resolved,
         kept=kept,
@@ -220,7 +229,7 @@ def make_loader(config, accelerator, folder: Path) -> Loader:
         dtype=dtype,
         device=device,
         through_ram=config.model.initialize_model_on_cpu,
-        readers=readers,
+        processors=processors,
         tokenizer_digests=tuple(map(folder_digest, words.values())),
         preset=(config.preset_part, Path(config.lora.preset_lora_path)) if config.preset_part else None,
         processor_digest=digest,
@@ -228,9 +237,9 @@ def make_loader(config, accelerator, folder: Path) -> Loader:
 
 
 def make_source(
-    config,
-    load: Loader,
-    accelerator,
+    config: TrainingConfig,
+    load: PartLoader,
+    accelerator: Accelerator,
     reporter: Reporter,
     *,
     index: Path,
@@ -240,18 +249,22 @@ def make_source(
     """What is trained on, encoded. `known`: the dataset as `early.look` has read it. `into`: encodings go to that
     folder, for a later run."""
     reporter.phase("caching")
-    if unused := without_effect(load.resolved.parts, device=load.device):
+    if unused := fp8_without_effect(load.resolved.parts, device=load.device):
         reporter.note(unused)
     encoders = encoders_of(load.base)
     trains_text = bool({*load.resolved.trains} & set(encoders))
-    wishes = _wishes(accelerator, reporter, load, trains_text=trains_text)
+    context = _encoding_context(accelerator, reporter, load, trains_text=trains_text)
     if config.training.task.endswith(":train"):
         source = encoded_dataset.read(Path(config.dataset.dataset_base_path), load.base, config)
         source.processor = load.processor_digest
-        add_samples(source, load.base, load, wishes)
-        unknown = [one for one in told_to_draw(source) if source.texts is not None and worded(*one) not in source.texts]
+        add_samples(source, load.base, load, context)
+        unknown = [
+            one
+            for one in sample_prompt_inputs(source)
+            if source.texts is not None and prompt_name(*one) not in source.texts
+        ]
         if unknown:
-            fill_told(source, load.base, load, wishes, unknown)
+            cache_text_encoder_outputs(source, load.base, load, context, unknown)
         return source
     edits = is_editing(load.base)
     data = (
@@ -262,14 +275,14 @@ def make_source(
     for note in data.notes:
         reporter.note(note)
     check_steps((item.steps for item in data.items), config.training.batch_size)
-    source = prepare_source(data, load.base, config, load, wishes, folder=into, processor=load.processor_digest)
+    source = prepare_source(data, load.base, config, load, context, folder=into, processor=load.processor_digest)
     fixed = config.dataset.height and config.dataset.width
     for note in losses(source.items, source.sizes, snapped=config.training.batch_size > 1 and not fixed):
         reporter.note(note)
     return source
 
 
-def make_learner(config: TrainingConfig, load: Loader, source: Source) -> Learner:
+def make_training_module(config: TrainingConfig, load: PartLoader, source: Source) -> TrainingModule:
     """The module that trains, with its adapter; encoders that are no longer needed are dropped first."""
     source.trained = load.resolved.trains
     needed = _needed(load, source)
@@ -289,19 +302,19 @@ def make_learner(config: TrainingConfig, load: Loader, source: Source) -> Learne
     _use_cpu_attention(load.base, parts, source)
     if merging and not rounded:
         merge(merging, parts[merging])
-    learner = Learner(load.base.family, parts, readers=load.readers, dtype=load.dtype)
+    learner = TrainingModule(load.base.family, parts, processors=load.processors, dtype=load.dtype)
     _make_trainable(learner, config, load.resolved)
     memory = config.memory
     if memory.use_gradient_checkpointing or memory.use_gradient_checkpointing_offload:
-        from backend.training.model.activation_checkpointing import turn_on
+        from backend.training.model.activation_checkpointing import enable_activation_checkpointing
 
         for module in parts.values():
-            turn_on(module, offload=memory.use_gradient_checkpointing_offload)
+            enable_activation_checkpointing(module, offload=memory.use_gradient_checkpointing_offload)
     torch.manual_seed(config.training.seed)
     return learner
 
 
-def _needed(load: Loader, source: Source) -> list[str]:
+def _needed(load: PartLoader, source: Source) -> list[str]:
     """The parts of a step: the network that trains, or that the gradient comes through, and text encoders where prompts
     are not encoded yet."""
     networks = load.base.family.parts_of("denoise", load.base.spec.variant)
@@ -310,7 +323,7 @@ def _needed(load: Loader, source: Source) -> list[str]:
     return [*(trains[:1] or networks[:1]), *encoders]
 
 
-def _use_cpu_attention(base: Base, parts: dict[str, torch.nn.Module], source: Source) -> bool:
+def _use_cpu_attention(base: BaseModel, parts: dict[str, torch.nn.Module], source: Source) -> bool:
     """Gives the transformer the family's attention for CPUs where that pays: for short sequences; whether it did."""
     family, tokens = base.family, max(map(source.pixels, range(len(source.items))))
     tokens //= family.sizes(base.spec.variant).pixels_per_token
@@ -318,8 +331,8 @@ def _use_cpu_attention(base: Base, parts: dict[str, torch.nn.Module], source: So
     return may_use_cpu_attention(family, module, tokens=tokens) and family.use_cpu_attention(module)
 
 
-def _wishes(accelerator, reporter: Reporter, load: Loader, *, trains_text: bool) -> Wishes:
-    return Wishes(
+def _encoding_context(accelerator, reporter: Reporter, load: PartLoader, *, trains_text: bool) -> EncodingContext:
+    return EncodingContext(
         trains_text=trains_text,
         dtype=load.dtype,
         rank=accelerator.process_index,
@@ -328,11 +341,11 @@ def _wishes(accelerator, reporter: Reporter, load: Loader, *, trains_text: bool)
         gather=lambda value: gather(accelerator, value),
         progress=lambda done, total: reporter.event("phase", name="caching", done=done, total=total),
         note=reporter.note,
-        made_by=load.made_by,
+        part_key=load.part_key,
     )
 
 
-def _make_trainable(learner: Learner, config: TrainingConfig, resolved: ResolvedTraining) -> None:
+def _make_trainable(learner: TrainingModule, config: TrainingConfig, resolved: ResolvedTraining) -> None:
     """Freezes everything but what trains; adds the adapter, and begins it from a file where one is named."""
     learner.requires_grad_(False)
     adapter = resolved.adapter
@@ -346,12 +359,12 @@ def _make_trainable(learner: Learner, config: TrainingConfig, resolved: Resolved
     if adapter:
         from backend.engine.lora.low_memory_linear import computes_alone
 
-        learner.lean = computes_alone(learner.parts[learner.part])
+        learner.adapters_cast = computes_alone(learner.parts[learner.part])
     for name, module in learner.parts.items():
         module.train(name in resolved.trains)
 
 
-def _without_gradient(learner: Learner, source: Source, config, accelerator) -> list[str]:
+def _without_gradient(learner: TrainingModule, source: Source, config, accelerator) -> list[str]:
     """Frozen weights, and those that train but take no part in the loss (the last block's text half), by one backward
     pass.
 
@@ -359,8 +372,8 @@ def _without_gradient(learner: Learner, source: Source, config, accelerator) -> 
     the former are the same everywhere and need not be sent."""
     state = torch.get_rng_state()
     with accelerator.autocast():
-        material = source.material(Batch(items=(0,), places=(0,)), scale=1.0)
-        learner(material.to(accelerator.device), config.loss)[0].backward()
+        inputs = source.load_batch(Batch(items=(0,), places=(0,)), scale=1.0)
+        learner(inputs.to(accelerator.device), config.loss)[0].backward()
     names = [name for name, weight in learner.named_parameters() if not weight.requires_grad or weight.grad is None]
     names += [name for name, _ in learner.named_buffers()]
     learner.zero_grad(set_to_none=True)

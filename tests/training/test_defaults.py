@@ -46,9 +46,9 @@ class Painter:
 
     def __init__(self):
         from backend.schema.training.config import ModelSection
-        from backend.training.model.base_model import find_base, load_parts
+        from backend.training.model.base_model import find_base_model, load_parts
 
-        base = find_base(ModelSection())
+        base = find_base_model(ModelSection())
         cpu = torch.device("cpu")
         self.base, self.family = base, base.family
         self.parts = load_parts(base, ["dit", "text_encoder", "vae"], trained=(), dtype=torch.bfloat16, device=cpu)

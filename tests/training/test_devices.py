@@ -102,7 +102,7 @@ def take_scaler(run, scaler) -> None:
 
 def test_the_scaler_of_fp16_finds_its_scale_without_ending_the_run(run_training, events, tmp_path: Path, monkeypatch):
     """Real gradients that overflow seven times in a row, and torch's own scaler, which skips those steps and halves its scale."""
-    scaler, calls, one_step = torch.amp.GradScaler("cpu", init_scale=2.0**16), [], loop.one_step
+    scaler, calls, train_step = torch.amp.GradScaler("cpu", init_scale=2.0**16), [], loop.train_step
 
     def scaled(run, groups):
         accelerator = run.accelerator
@@ -110,9 +110,9 @@ def test_the_scaler_of_fp16_finds_its_scale_without_ending_the_run(run_training,
         calls.append(scaler.get_scale())
         infinite = float("inf") if len(calls) <= 7 else 1.0
         monkeypatch.setattr(accelerator, "backward", lambda loss: scaler.scale(loss * infinite).backward())
-        return one_step(run, groups)
+        return train_step(run, groups)
 
-    monkeypatch.setattr(loop, "one_step", scaled)
+    monkeypatch.setattr(loop, "train_step", scaled)
     assert (
         run_training(tmp_path, "--max_steps", 9, "--save_steps", 100, "--no-preflight", "--height", 32, "--width", 32)
         == 0
@@ -123,14 +123,14 @@ def test_the_scaler_of_fp16_finds_its_scale_without_ending_the_run(run_training,
 
 
 def test_a_loss_that_stays_infinite_ends_a_run_with_a_scaler_too(run_training, events, tmp_path: Path, monkeypatch):
-    scaler, one_step = torch.amp.GradScaler("cpu", init_scale=8.0), loop.one_step
+    scaler, train_step = torch.amp.GradScaler("cpu", init_scale=8.0), loop.train_step
 
     def scaled(run, groups):
         take_scaler(run, scaler)
         monkeypatch.setattr(run.accelerator, "backward", lambda loss: scaler.scale(loss * float("inf")).backward())
-        return one_step(run, groups)
+        return train_step(run, groups)
 
-    monkeypatch.setattr(loop, "one_step", scaled)
+    monkeypatch.setattr(loop, "train_step", scaled)
     assert (
         run_training(tmp_path, "--max_steps", 30, "--save_steps", 100, "--no-preflight", "--height", 32, "--width", 32)
         != 0
@@ -148,7 +148,7 @@ def test_the_measured_device_is_waited_for_and_checkpoints_use_the_tensors_own(m
     monkeypatch.setattr(activation_checkpointing, "Kept", lambda tensor, stream: (tensor, stream))
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:1"):
         tensor = torch.empty(4)
-    activation_checkpointing.Checkpoints().keep([torch.ones(1), tensor])
+    activation_checkpointing.OffloadedCheckpoints().keep([torch.ones(1), tensor])
     assert made == [torch.device("cuda", 1)]
 
 

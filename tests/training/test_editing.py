@@ -325,7 +325,7 @@ def test_cuts_and_mirrors_lie_over_each_other(tmp_path: Path):
     from backend.families import qwen_image
     from backend.schema.messages import Trouble
     from backend.training.encoding.encoding_cache import open_pixels
-    from backend.training.encoding.open_images import open_shown
+    from backend.training.encoding.open_images import open_reference
 
     picture = Image.radial_gradient("L").resize((200, 120)).rotate(20).convert("RGB")
     picture.save(tmp_path / "a.png")
@@ -341,7 +341,7 @@ def test_cuts_and_mirrors_lie_over_each_other(tmp_path: Path):
             for place in range(3):
                 pixels = open_pixels(item, size, flip=flip, box=cut(item, size, place, zoom=2.0))
                 (one,) = shown(item, size, flip=flip, place=place, zoom=2.0)
-                opened = open_shown(one)
+                opened = open_reference(one)
                 assert opened.size == one.size and one.size[0] * size[0] == one.size[1] * size[1]
                 seen.add((one.size, one.box, one.flip))
                 small = (

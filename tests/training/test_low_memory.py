@@ -34,7 +34,7 @@ class Block(torch.nn.Module):
 
 @pytest.mark.parametrize("casting", [False, True])
 def test_recomputed_blocks_have_the_gradients_of_plain_ones(casting: bool):
-    found, checkpoints = [], activation_checkpointing.Checkpoints()
+    found, checkpoints = [], activation_checkpointing.OffloadedCheckpoints()
     for again in (lambda block, *values: block(*values), checkpoints.recompute):
         torch.manual_seed(0)
         blocks = [Block(), Block()]
@@ -45,7 +45,7 @@ def test_recomputed_blocks_have_the_gradients_of_plain_ones(casting: bool):
             ((x * y).sum() + y.mean()).backward()
         found.append([weight.grad for block in blocks for weight in block.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-    assert checkpoints.waiting == []  # nothing is kept when the backward pass is over
+    assert checkpoints.pending == []  # nothing is kept when the backward pass is over
 
 
 def test_checkpointing_and_its_offload_change_nothing(run_training, tmp_path: Path):
@@ -169,7 +169,7 @@ def test_out_of_memory_goes_on_one_rung_lower(run_training, events, tmp_path: Pa
     def full(*arguments):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(loop, "one_step", full)
+    monkeypatch.setattr(loop, "train_step", full)
     for flags, expected in (
         ((), ["--use_gradient_checkpointing"]),
         (("--use_gradient_checkpointing",), ["--use_gradient_checkpointing_offload"]),
@@ -227,9 +227,9 @@ def test_a_quantized_base_teaches_nearly_what_the_full_one_does(run_training, ev
 def test_of_a_quantized_base_the_file_is_not_resident_as_well():
     from backend.engine.quantization.config import QuantizeConfig
     from backend.schema.training.config import ModelSection
-    from backend.training.model.base_model import find_base, load_parts
+    from backend.training.model.base_model import find_base_model, load_parts
 
-    base, cpu = find_base(ModelSection()), torch.device("cpu")
+    base, cpu = find_base_model(ModelSection()), torch.device("cpu")
     spec = base.spec.parts["dit"]
     asked = {"trained": (), "dtype": torch.bfloat16, "device": cpu, "quantized": {"dit": QuantizeConfig("int8")}}
     before = resident(spec.files[0])

@@ -159,13 +159,13 @@ def accelerator():
 @pytest.fixture
 def said_by_the_trainer(loaded, data, accelerator, tmp_path):
     """The sentence with which a run ends before anything is encoded."""
-    from backend.training.model.apply_plan import with_plan
+    from backend.training.model.apply_plan import apply_plan
     from backend.training.setup import make_loader
 
     def ask(config: TrainingConfig) -> Trouble:
         with pytest.raises(Trouble) as refused:
             check_training.check_files(config.lora)
-            with_plan(config, accelerator, None)
+            apply_plan(config, accelerator, None)
             make_loader(config, accelerator, tmp_path)
         return refused.value
 

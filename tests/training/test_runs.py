@@ -128,15 +128,15 @@ def test_stopping_saves_and_going_on_ends_where_the_whole_does(run_training, eve
 
     flags = ("--max_steps", 6, "--save_dtype", "float32")
     assert run_training(tmp_path / "whole", *flags) == 0
-    run, one_step = tmp_path / "run", loop.one_step
+    run, train_step = tmp_path / "run", loop.train_step
 
     def stopping(*arguments):
         (run / "stop").write_text("")
-        return one_step(*arguments)
+        return train_step(*arguments)
 
-    monkeypatch.setattr(loop, "one_step", stopping)
+    monkeypatch.setattr(loop, "train_step", stopping)
     assert run_training(run, *flags) == 0
-    monkeypatch.setattr(loop, "one_step", one_step)
+    monkeypatch.setattr(loop, "train_step", train_step)
     assert events(run)[-1]["reason"] == "stopped" and events(run)[-1]["step"] == 1
     assert (run / "step-1.safetensors").is_file()
     assert run_training(run, *flags, "--resume_from_checkpoint", "latest") == 0

@@ -172,8 +172,8 @@ def test_a_lora_to_begin_from_is_read_as_it_is_meant(tmp_path: Path):
     def begin(tensors: dict, alpha: float) -> torch.Tensor:
         save_file(tensors, tmp_path / "adapter_model.safetensors")
         module = torch.nn.Sequential(torch.nn.Linear(6, 4))
-        wishes = {"lora_target_modules": "all-linear", "lora_rank": 2, "lora_alpha": alpha}
-        adapter = put_adapter(module, from_values(TrainingConfig, wishes))
+        context = {"lora_target_modules": "all-linear", "lora_rank": 2, "lora_alpha": alpha}
+        adapter = put_adapter(module, from_values(TrainingConfig, context))
         named = {f"dit.{name}": weight for name, weight in module.named_parameters() if weight.requires_grad}
         load_file_adapter(adapter, named, tmp_path / "adapter_model.safetensors")
         return module[0].lora_A["default"].weight.detach()

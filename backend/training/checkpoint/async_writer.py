@@ -1,7 +1,7 @@
-"""Saving beside the training: a thread writes while the next step computes, and no step is made before it is done.
+"""Asynchronous checkpoint writer: a thread writes while the next step computes; its optimizer step waits for it.
 
 Until then nothing that is saved changes, so what lies in RAM is written from where it is; what lies on a card is copied
-first, for a copy that set out beside the step would queue behind it.
+first, for a copy that is issued during the step would queue behind it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from backend.engine.devices import device_memory
 RAM_SHARE = 0.4  # of the free RAM that a copy of what lies on a card may take
 
 
-class Writer:
+class AsyncWriter:
     """Does one piece of work at a time in a thread. What it failed by is raised to whoever asks next, once."""
 
     def __init__(self):
@@ -25,7 +25,8 @@ class Writer:
         self._kept = threading.Event()  # by the piece that is being done
 
     def start(self, work: Callable[[Callable[[], None]], None]) -> None:
-        """Begins `work(kept)` once the piece before it is done; it calls `kept` when everything is on the disk, and may clear up then.
+        """Begins `work(kept)` once the piece before it is done; it calls `kept` when everything is on the disk, and may
+        clear up then.
 
         Raises what the piece before failed by; `work` is then not begun.
         """
@@ -64,7 +65,8 @@ class Writer:
 
 
 def in_ram(value):
-    """`value` (tensors in dictionaries, lists and tuples) with every tensor in RAM: those that are there already, and copies."""
+    """`value` (tensors in dictionaries, lists and tuples) with every tensor in RAM: those that are there already, and
+    copies."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu")
     if isinstance(value, dict):
@@ -83,6 +85,6 @@ def nbytes(value, *, elsewhere: bool = False) -> int:
     return sum(nbytes(inner, elsewhere=elsewhere) for inner in value) if isinstance(value, list | tuple) else 0
 
 
-def fits_beside(num_bytes: int) -> bool:
+def fits_in_ram(num_bytes: int) -> bool:
     """Whether RAM has room for a copy of so many bytes while the next step computes."""
     return num_bytes <= RAM_SHARE * device_memory.ram()[1] / device_memory.processes_here()

@@ -1,4 +1,4 @@
-"""What a run says: one JSON line an event, a row a step for tables, and a line now and then for people."""
+"""Logging of a run: events.jsonl, loss.csv, TensorBoard, Weights & Biases and SwanLab, and lines for the console."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ MAIN_RANK_SECONDS = 15.0  # how long another rank waits for the main one to say 
 
 
 class Reporter:
-    """Writes `events.jsonl` (and `loss.csv`) into a run's folder. A silent one, for other ranks, writes only a trouble of its own."""
+    """Writes `events.jsonl` (and `loss.csv`) into a run's folder. A silent one, for other ranks, writes only a trouble
+    of its own."""
 
     def __init__(self, folder: Path, *, silent: bool = False, table: bool = True):
         self.folder, self.silent, self.table = folder, silent, table
-        self.boards: list = []
+        self.trackers: list = []
         self.now = ""  # the phase
         self._spoke, self._began = 0.0, time.time()
         self._lock = threading.Lock()
@@ -66,7 +67,7 @@ class Reporter:
         )
         if self.table:
             self._row(step=step, epoch=epoch, loss=loss, learning_rate=learning_rate, seconds=seconds)
-        for board in self.boards:
+        for board in self.trackers:
             board(step, {"loss": loss, "learning_rate": learning_rate})
         if time.monotonic() - self._spoke > 5 or step in (1, total_steps):
             self._spoke = time.monotonic()
@@ -86,7 +87,8 @@ class Reporter:
         write_text(path, head + "".join(kept), durable=True)
 
     def trouble(self, trouble: Trouble) -> None:
-        """The first rank that ends takes the others with it: one that is silent lets the main one speak first, if it has to."""
+        """The first rank that ends takes the others with it: one that is silent lets the main one speak first, if it
+        has to."""
         if not self.silent:
             self.event("trouble", **trouble.to_values())
         elif not self._main_rank_spoke():
@@ -122,23 +124,23 @@ def _append(path: Path, text: str) -> None:
         print(f"{path.name} could not be written: {error}", file=sys.stderr, flush=True)
 
 
-def add_boards(reporter: Reporter, output, *, config: dict) -> None:
+def add_trackers(reporter: Reporter, output, *, config: dict) -> None:
     """Connects the loggers that `output` asks for. Raises Trouble where the package of one is not installed."""
     if output.enable_tensorboard_log:
         writer = _package("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(reporter.folder / "tensorboard"))
-        reporter.boards.append(
+        reporter.trackers.append(
             lambda step, values: [writer.add_scalar(name, value, step) for name, value in values.items()]
         )
     if output.enable_wandb_log:
         run = _package("wandb", "wandb").init(
             project=output.wandb_project, name=output.name, config=config, dir=str(reporter.folder)
         )
-        reporter.boards.append(lambda step, values: run.log(values, step=step))
+        reporter.trackers.append(lambda step, values: run.log(values, step=step))
     if output.enable_swanlab_log:
         run = _package("swanlab", "swanlab").init(
             project=output.swanlab_project, experiment_name=output.name, config=config, logdir=str(reporter.folder)
         )
-        reporter.boards.append(lambda step, values: run.log(values, step=step))
+        reporter.trackers.append(lambda step, values: run.log(values, step=step))
 
 
 def _package(module: str, package: str):

@@ -1,6 +1,7 @@
-"""What an earlier run left where a new one begins is kept under another name: its states and events, its samples, tables and results.
+"""Back up an earlier run's files where a new run begins: checkpoints, events, samples, tables and exported weights.
 
-A result that the new run itself begins from stays in its place and gets a second name, which it keeps when the first is written over. No torch.
+A result that the new run itself begins from stays in its place and gets a second name, which it keeps when the first is
+written over. No torch.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ RESULTS = ("epoch-*.safetensors", "step-*.safetensors")
 Aside = dict[Path, Path]  # where it lay -> where it is now
 
 
-def begins_anew(config: TrainingConfig, folder: Path) -> bool:
-    """Whether a run in `folder` goes on from none of the states there: a result's weights, or another run's state, only begin one."""
+def starts_fresh(config: TrainingConfig, folder: Path) -> bool:
+    """Whether a run in `folder` goes on from none of the states there: a result's weights, or another run's state, only
+    begin one."""
     wanted = config.output.resume_from_checkpoint
     if wanted == "latest":
         return False
@@ -51,8 +53,8 @@ def made_something(folder: Path) -> bool:
 
 
 def set_aside(folder: Path, *, named: Iterable[Path] = ()) -> Aside:
-    """Gives what an older run left in `folder` other names, so that nothing of it is lost or mixed in. Of one that made and saved nothing,
-    nothing is kept."""
+    """Gives what an older run left in `folder` other names, so that nothing of it is lost or mixed in. Of one that made
+    and saved nothing, nothing is kept."""
     if not made_something(folder):
         for name in ("events.jsonl", "loss.csv"):
             (folder / name).unlink(missing_ok=True)

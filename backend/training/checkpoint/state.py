@@ -1,7 +1,7 @@
-"""Full states, from which a run goes on bit for bit, and results, which are what one trains for.
+"""The training state, from which a run resumes bit for bit, and exported weights.
 
-A state is a folder `checkpoints/step-000100/` that appears by one rename: weights that train (float32), optimizers, running mean,
-scaler, the random state of every process, and the step, from which order, noise and learning rate follow.
+A state is a folder `checkpoints/step-000100/` that appears by one rename: weights that train (float32), optimizers,
+EMA, scaler, the random state of every process, and the step, from which order, noise and learning rate follow.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -32,30 +32,30 @@ MOST_FACTS_BYTES = 2**28
 
 
 @dataclass
-class State:
+class TrainingState:
     """Everything of a run that a later process needs. `facts` are compared on resume, and what differs is said."""
 
     step: int
-    weights: dict[str, torch.Tensor]
-    optimizers: list[dict]
-    mean: dict[str, torch.Tensor] | None = None
+    weights: Mapping[str, torch.Tensor]
+    optimizers: list[dict[str, Any]]
+    ema: Mapping[str, torch.Tensor] | None = None
     scaler: dict | None = None
     random: list[dict] = field(default_factory=list)  # one per process
     facts: dict = field(default_factory=dict)
 
     def tensors(self) -> list:
         """What weighs something."""
-        return [self.weights, self.optimizers, self.mean]
+        return [self.weights, self.optimizers, self.ema]
 
 
-def save_state(folder: Path, state: State) -> Path:
+def save_state(folder: Path, state: TrainingState) -> Path:
     """Writes `folder/checkpoints/step-…`. Raises Trouble("disk_full") with nothing of it left behind."""
     target = folder / "checkpoints" / f"step-{state.step:06d}"
     try:
         with replacing_folder(target) as making:
             save_file(_own(state.weights), making / "weights.safetensors")
-            if state.mean is not None:
-                save_file(_own(state.mean), making / "mean.safetensors")
+            if state.ema is not None:
+                save_file(_own(state.ema), making / "mean.safetensors")
             torch.save({"optimizers": state.optimizers, "scaler": state.scaler}, making / "optimizers.pt")
             torch.save(state.random, making / "random.pt")
             text = json.dumps(
@@ -69,20 +69,20 @@ def save_state(folder: Path, state: State) -> Path:
     return target
 
 
-def _own(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _own(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
-def load_state(path: Path) -> State:
+def load_state(path: Path) -> TrainingState:
     """The state in a folder written by `save_state`. Raises Trouble for one that is not whole."""
     step, facts = _read(path / "state.json", _step_and_facts)
     optimizers, scaler = _read(path / "optimizers.pt", _optimizers_and_scaler)
-    mean = path / "mean.safetensors"
-    return State(
+    ema = path / "mean.safetensors"  # the name that states of all versions have
+    return TrainingState(
         step=step,
         weights=_read(path / "weights.safetensors", load_file),
         optimizers=optimizers,
-        mean=_read(mean, load_file) if exists(mean) else None,
+        ema=_read(ema, load_file) if exists(ema) else None,
         scaler=scaler,
         random=_read(path / "random.pt", _unpickled),
         facts=facts,
@@ -90,7 +90,8 @@ def load_state(path: Path) -> State:
 
 
 def _read(file: Path, reader: Callable[[Path], T]) -> T:
-    """What `reader` finds in a state's `file`, or a Trouble that says which file is damaged and what to resume from instead."""
+    """What `reader` finds in a state's `file`, or a Trouble that says which file is damaged and what to resume from
+    instead."""
     try:
         return reader(file)
     except Exception as error:  # each reader has its own
@@ -136,7 +137,8 @@ def step_of(path: Path) -> int:
 
 
 def prune_states(folder: Path, *, keep: int, keep_every: int | None) -> None:
-    """Deletes all but the newest `keep` states and those of every `keep_every`-th step; also what a killed process left."""
+    """Deletes all but the newest `keep` states and those of every `keep_every`-th step; also what a killed process
+    left."""
     states = list_states(folder)
     for path in states[:-keep]:
         if not (keep_every and step_of(path) % keep_every == 0):
@@ -162,7 +164,7 @@ def clear_leftovers(folder: Path, output: Path) -> None:
             left.unlink(missing_ok=True)
 
 
-def save_result(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> Path:
+def save_exported(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> Path:
     """Writes a result, whole or not at all. Raises Trouble("disk_full")."""
     try:
         with replacing(path) as making:

@@ -1,4 +1,4 @@
-"""The small picture that a result carries: its run's newest sample, as text in the header of the file."""
+"""The thumbnail in exported weights: the run's newest sample image, as a data URL in the file's metadata."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ QUALITIES = (85, 70, 55, 40, 25)
 
 
 def thumbnail_of(folder: Path, step: int) -> str:
-    """A data URL of the newest sample in the run's `folder` that was drawn after training began and no later than `step`; "" for none."""
+    """A data URL of the newest sample in the run's `folder` that was drawn after training began and no later than
+    `step`; "" for none."""
     steps = {int(match[1]): path for path in folder.glob("samples/step-*") if (match := STEP.fullmatch(path.name))}
     for number in sorted((number for number in steps if 0 < number <= step), reverse=True):
         pictures = sorted(

@@ -1,7 +1,9 @@
-"""What an encoding depends on beside its picture or its words: the encoder's weights and how they are kept, what reads for it, and the code.
+"""What an encoding depends on beside its picture or its words: the encoder's weights and how they are kept, what reads
+for it, and the code.
 
-Encodings are shared between runs by a key that holds all of it, so that a run whose encoder is stored in FP8, quantized, merged with a LoRA
-or read by another tokenizer takes over none that it would not have made itself, bit for bit.
+Encodings are shared between runs by a key that holds all of it, so that a run whose encoder is stored in FP8,
+quantized, merged with a LoRA or read by another tokenizer takes over none that it would not have made itself, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from backend.schema.paths import places
 from backend.schema.untrusted import exists, is_file, read_object_or_empty
 from backend.system.atomic_files import write_text
 from backend.training.encoding.encoding_cache import key_of
-from backend.training.model.base_model import Base, check_there
+from backend.training.model.base_model import BaseModel, require_part
 from backend.training.model.frozen_weights import Kept
 
 LIBRARIES = ("torch", "transformers", "diffusers", "tokenizers", "pillow", "numpy")
@@ -46,7 +48,7 @@ READERS = 4  # threads that hash files
 
 
 def encoder_key(
-    base: Base,
+    base: BaseModel,
     name: str,
     *,
     dtype: torch.dtype,
@@ -55,12 +57,13 @@ def encoder_key(
     quantized: QuantizeConfig | None = None,
     adapter: Path | None = None,
 ) -> str:
-    """A hash of everything of the part `name` that its results depend on: weights (every byte), what was understood of their files, class and
-    configuration, storage and arithmetic, a LoRA that is merged into it, and the code and libraries that compute.
+    """A hash of everything of the part `name` that its results depend on: weights (every byte), what was understood of
+    their files, class and configuration, storage and arithmetic, a LoRA that is merged into it, and the code and
+    libraries that compute.
 
     Raises Trouble where the model has no such part.
     """
-    check_there(base, name)
+    require_part(base, name)
     part = base.spec.parts[name]
     return key_of(
         name,
@@ -90,13 +93,15 @@ def _read_as(part: PartSpec) -> tuple[str, ...]:
 
 
 def _stored(kept: Kept | None, quantized: QuantizeConfig | None) -> tuple[object, ...]:
-    """How weights are rounded. Where they wait changes no result as long as every state is the computing one or the file's own."""
+    """How weights are rounded. Where they wait changes no result as long as every state is the computing one or the
+    file's own."""
     if quantized:
+        assert quantized.method is not None
         return (
             "quantized",
             quantized.method,
             *sorted(quantized.exclude_modules or ()),
-            *_versions(filter(None, [METHODS[quantized.method].package])),
+            *_versions([package] if (package := METHODS[quantized.method].package) else []),
         )
     if kept is None:
         return ()
@@ -146,7 +151,7 @@ def _read_index(index: Path) -> dict[str, list]:
     }
 
 
-def _code(base: Base) -> str:
+def _code(base: BaseModel) -> str:
     """A hash of the code that encodes, and the libraries' versions."""
     family = base.family
     encoding = (family.encode_text, family.encode_image, family.encode_references, family.load_processor)

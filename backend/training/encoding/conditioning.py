@@ -1,4 +1,4 @@
-"""What the network is told beside the noise: words, the pictures that a sample is edited from, and what samples are drawn from."""
+"""Conditioning of the network: prompt embeddings, latents of reference images, and the inputs of sample images."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from backend.dataset.dataset import Item
 from backend.dataset.generated_prompts import EMPTY
 from backend.dataset.reference_images import Shown, check_counts, reference_sizes, sample_pictures, shown, whole
 from backend.engine.devices.oom_retry import attempt
+from backend.schema.training.config import SampleSection
 from backend.training.encoding.cache_key import folder_digest
-from backend.training.encoding.distributed_encoding import Parts, Wishes, in_shares, left_out
-from backend.training.encoding.encoding_cache import View, fill_references, fill_texts, key_of
-from backend.training.encoding.open_images import open_shown
-from backend.training.encoding.sample_source import Sample, Source, worded
-from backend.training.model.base_model import Base
+from backend.training.encoding.distributed_encoding import EncodingContext, Parts, encode_distributed, report_broken
+from backend.training.encoding.encoding_cache import View, cache_prompt_embeddings, cache_reference_latents, key_of
+from backend.training.encoding.open_images import open_reference
+from backend.training.encoding.sample_source import Sample, Source, prompt_name
+from backend.training.model.base_model import BaseModel
 
-Told = tuple[str, tuple[str, ...]]  # a prompt, and the keys of the pictures that go with it
+PromptInputs = tuple[str, tuple[str, ...]]  # a prompt, and the keys of the pictures that go with it
 
 
-def encoders_of(base: Base, *, pictures: bool = False) -> tuple[str, ...]:
+def encoders_of(base: BaseModel, *, pictures: bool = False) -> tuple[str, ...]:
     """The parts that a prompt goes through; `pictures`: where some go with it."""
     return base.family.parts_of("text", base.spec.variant, pictures=pictures)
 
 
-def is_editing(base: Base) -> bool:
+def is_editing(base: BaseModel) -> bool:
     """Whether the model makes pictures of pictures."""
     return edits(base.spec, base.family)
 
 
-def add_references(source: Source, base: Base, load: Parts, wishes: Wishes) -> set[int]:
-    """Encodes what the samples are edited from, for every view. Returns the items that could not be, where those may be left out."""
+def add_references(source: Source, base: BaseModel, load: Parts, context: EncodingContext) -> set[int]:
+    """Encodes what the samples are edited from, for every view. Returns the items that could not be, where those may be
+    left out."""
     section, pixels, wanted = source.config.dataset, load([])["processor"].reference_pixels, {}
-    key = _namer(wishes, pixels)
+    key = _reference_key(context, pixels)
     for view in source.latents:
         item, size = source.items[view.item], source.sizes[view.item]
         some = shown(item, size, flip=view.flip, place=view.cut, zoom=section.crop_zoom)
@@ -45,18 +47,24 @@ def add_references(source: Source, base: Base, load: Parts, wishes: Wishes) -> s
     for number, (item, size) in enumerate(zip(source.items, source.sizes, strict=True)):
         some = shown(item, size, zoom=section.crop_zoom)
         source.reference_sizes[number] = reference_sizes(some, base.family, pixels=pixels)
-    broken = _encode_references(source, wanted, base, load, wishes, skip_broken=section.skip_broken_pictures)
+    broken = _cache_reference_latents(source, wanted, base, load, context, skip_broken=section.skip_broken_pictures)
     return {view.item for view, keys in source.references.items() if broken.keys() & set(keys)}
 
 
-def _namer(wishes: Wishes, pixels: int) -> Callable[[Shown], str]:
+def _reference_key(context: EncodingContext, pixels: int) -> Callable[[Shown], str]:
     """Names what a picture is encoded as, at an area of `pixels`."""
-    vae = wishes.made_by("vae")
+    vae = context.part_key("vae")
     return lambda one: key_of("reference", *one.words, pixels, vae, "mean")
 
 
-def _encode_references(
-    source: Source, wanted: dict[str, Shown], base: Base, load: Parts, wishes: Wishes, *, skip_broken: bool
+def _cache_reference_latents(
+    source: Source,
+    wanted: dict[str, Shown],
+    base: BaseModel,
+    load: Parts,
+    context: EncodingContext,
+    *,
+    skip_broken: bool,
 ) -> dict[str, str]:
     """Returns those that could not be read {key: why}."""
     section, broken = source.config.dataset, {}
@@ -73,29 +81,31 @@ def _encode_references(
                 return found
             if not tiled:
                 tiled.append(
-                    "Memory ran out while a picture to edit was encoded; they are encoded in tiles, which other runs do not take over."
+                    "Memory ran out while a picture to edit was encoded; they are encoded in tiles, which other runs "
+                    "do not take over."
                 )
-                wishes.note(*tiled)
+                context.note(*tiled)
             return base.family.encode_references(parts, [picture], tiled=True)[0]
 
         broken.update(
-            fill_references(
+            cache_reference_latents(
                 source.latent_store,
                 missing,
                 encode=encode,
                 workers=section.dataset_num_workers,
                 skip_broken=skip_broken,
                 exact=lambda: not tiled,
-                progress=wishes.progress,
+                progress=context.progress,
             )
         )
 
-    in_shares(wanted, source.latent_store, wishes, work)
-    return left_out(broken, wishes)
+    encode_distributed(wanted, source.latent_store, context, work)
+    return report_broken(broken, context)
 
 
-def add_samples(source: Source, base: Base, load: Parts, wishes: Wishes) -> None:
-    """Says what the sample prompts are drawn from: of a model that edits, the pictures that were named, or the dataset's in turn."""
+def add_samples(source: Source, base: BaseModel, load: Parts, context: EncodingContext) -> None:
+    """Says what the sample prompts are drawn from: of a model that edits, the pictures that were named, or the
+    dataset's in turn."""
     section, data = source.config.samples, source.config.dataset
     prompts = lines_of(section.sample_prompts)
     size = (section.sample_height or source.sizes[0][0], section.sample_width or source.sizes[0][1])
@@ -107,26 +117,28 @@ def add_samples(source: Source, base: Base, load: Parts, wishes: Wishes) -> None
         own = [number for number, item in enumerate(source.items) if not item.prior]
         turns = [own[number % len(own)] for number in range(len(prompts))]
         source.samples = [
-            Sample(prompt, source.references[View(turn)], _asked_size(section, source.sizes[turn]))
+            Sample(prompt, source.references[View(turn)], _sample_size(section, source.sizes[turn]))
             for prompt, turn in zip(prompts, turns, strict=True)
         ]
         return
     counts = zip(map("The sample of {!r}".format, prompts), map(len, named), strict=True)
     check_counts(counts, base.family, variant=base.spec.variant, title=base.spec.title)
-    wanted, key = {}, _namer(wishes, load([])["processor"].reference_pixels)
+    wanted, key = {}, _reference_key(context, load([])["processor"].reference_pixels)
     for prompt, pictures in zip(prompts, named, strict=True):
         some = {key(one): one for one in whole(pictures)}
         wanted |= some
-        source.samples.append(Sample(prompt, tuple(some), _asked_size(section, _size_like(pictures[-1], data, base))))
+        source.samples.append(
+            Sample(prompt, tuple(some), _sample_size(section, _training_size(pictures[-1], data, base)))
+        )
     source.shown |= wanted
-    _encode_references(source, wanted, base, load, wishes, skip_broken=False)
+    _cache_reference_latents(source, wanted, base, load, context, skip_broken=False)
 
 
-def _asked_size(section, size: tuple[int, int]) -> tuple[int, int]:
+def _sample_size(section: SampleSection, size: tuple[int, int]) -> tuple[int, int]:
     return section.sample_height or size[0], section.sample_width or size[1]
 
 
-def _size_like(picture, data, base: Base) -> tuple[int, int]:
+def _training_size(picture, data, base: BaseModel) -> tuple[int, int]:
     """The size at which a picture would be trained: what is made of it has its proportions."""
     like = Item(path=picture.path, captions=(), width=picture.width, height=picture.height)
     return size_of(
@@ -139,8 +151,9 @@ def _size_like(picture, data, base: Base) -> tuple[int, int]:
     )
 
 
-def told_in(source: Source) -> list[Told]:
-    """Everything that the network will be told: each caption with the pictures of each view, empty ones, and the samples."""
+def all_prompt_inputs(source: Source) -> list[PromptInputs]:
+    """Everything that the network will be told: each caption with the pictures of each view, empty ones, and the
+    samples."""
     dropped = ("", " ") if source.config.dataset.caption_dropout else ()
     found = [("", ()), (" ", ())] if not source.references else []
     for view in source.latents:
@@ -148,48 +161,51 @@ def told_in(source: Source) -> list[Told]:
         found += [
             (prompt, references) for prompt in (*source.items[view.item].captions, *(dropped if references else ()))
         ]
-    return [*found, *told_to_draw(source)]
+    return [*found, *sample_prompt_inputs(source)]
 
 
-def told_to_draw(source: Source) -> list[Told]:
+def sample_prompt_inputs(source: Source) -> list[PromptInputs]:
     return [(prompt, one.references) for one in source.samples for prompt in (one.prompt, EMPTY)]
 
 
-def fill_told(source: Source, base: Base, load: Parts, wishes: Wishes, told: Iterable[Told]) -> None:
+def cache_text_encoder_outputs(
+    source: Source, base: BaseModel, load: Parts, context: EncodingContext, told: Iterable[PromptInputs]
+) -> None:
     """Sees to it that everything told has its encoding; a text encoder is needed only for what has none."""
-    named = {worded(*one): one for one in dict.fromkeys(told)}
+    named = {prompt_name(*one): one for one in dict.fromkeys(told)}
     seeing = any(references for _, references in named.values())
-    words = tuple(map(wishes.made_by, encoders_of(base))) + base.family.cache_key(base.spec.variant)
+    words = tuple(map(context.part_key, encoders_of(base))) + base.family.cache_key(base.spec.variant)
     seers = [name for name in encoders_of(base, pictures=True) if name not in encoders_of(base)]
-    eyes = (*map(wishes.made_by, seers), source.processor) if seeing else ()
+    eyes = (*map(context.part_key, seers), source.processor) if seeing else ()
     keys = {
         name: key_of(prompt, *words, *((*eyes, *references) if references else ()))
         for name, (prompt, references) in named.items()
     }
     source.texts = {**(source.texts or {}), **keys}
 
-    def work(missing: dict[str, Told]) -> None:
+    def work(missing: dict[str, PromptInputs]) -> None:
         parts = load(encoders_of(base, pictures=seeing))
 
         @torch.no_grad()
-        def encode(some: list[Told]) -> list[dict]:
-            return encode_told(some, parts, source, base)
+        def encode(some: list[PromptInputs]) -> list[dict]:
+            return encode_prompts(some, parts, source, base)
 
-        fill_texts(source.text_store, missing, encode=encode, progress=wishes.progress)
+        cache_prompt_embeddings(source.text_store, missing, encode=encode, progress=context.progress)
 
-    in_shares({keys[name]: one for name, one in named.items()}, source.text_store, wishes, work)
+    encode_distributed({keys[name]: one for name, one in named.items()}, source.text_store, context, work)
 
 
-def encode_told(some: list[Told], parts: dict, source: Source, base: Base) -> list[dict]:
+def encode_prompts(some: list[PromptInputs], parts: dict, source: Source, base: BaseModel) -> list[dict]:
     """The family's encodings of prompts and the pictures that go with them."""
     device = next(parts[encoders_of(base)[0]].parameters()).device
     prompts, given = [prompt for prompt, _ in some], {}
     if any(references for _, references in some):
-        given["pictures"] = [tuple(open_shown(source.shown[key]) for key in references) for _, references in some]
+        given["pictures"] = [tuple(open_reference(source.shown[key]) for key in references) for _, references in some]
     return base.family.encode_text(parts, prompts, device=device, variant=base.spec.variant, **given)
 
 
-def processor_of(folder: Path, base: Base, *, pixels: int | None) -> tuple[object, str]:
-    """The model's processor in `folder`, which brings pictures to an area of `pixels` where that is given, and a hash of its settings."""
+def processor_of(folder: Path, base: BaseModel, *, pixels: int | None) -> tuple[object, str]:
+    """The model's processor in `folder`, which brings pictures to an area of `pixels` where that is given, and a hash
+    of its settings."""
     found = base.family.load_processor(folder, base.spec.variant, pixels=pixels)
     return found, key_of(folder_digest(folder), found.reference_pixels, found.seen_pixels)

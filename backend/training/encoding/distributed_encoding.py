@@ -1,20 +1,21 @@
-"""What is encoded before the first step is made in shares, one for each process, and waited for."""
+"""Encoding before the first step, distributed over the processes: each encodes its share and waits for the others."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from backend.training.encoding.encoding_cache import Store
+from backend.training.encoding.encoding_cache import EncodingCache
 
-Parts = Callable[..., dict[str, torch.nn.Module]]
+Parts = Callable[..., dict[str, Any]]  # loads parts by name: modules, and the model's tokenizers and processor
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What the filling of a cache needs to know: what trains, and how its progress and what is unusual are said."""
+class EncodingContext:
+    """What encoding needs of the run: dtype, rank and number of processes, and where progress and notes go."""
 
     trains_text: bool
     dtype: torch.dtype
@@ -24,12 +25,14 @@ class Wishes:
     gather: Callable[[object], list]
     progress: Callable[[int, int], None]
     note: Callable[[str], None]
-    made_by: Callable[
+    part_key: Callable[
         [str], str
     ]  # part -> a hash of everything of it that what it encodes depends on (`ingredients.encoder_key`)
 
 
-def in_shares(wanted: dict, store: Store, wishes: Wishes, work: Callable[[dict], None]) -> None:
+def encode_distributed(
+    wanted: dict, store: EncodingCache, context: EncodingContext, work: Callable[[dict], None]
+) -> None:
     """Has `work` make what `store` lacks of `wanted` {key: …}: each process its share, then what it still cannot see.
 
     The cache of another machine is not this one's; a store without a folder is each process's own.
@@ -37,15 +40,15 @@ def in_shares(wanted: dict, store: Store, wishes: Wishes, work: Callable[[dict],
     for shared in (store.folder is not None, False):
         missing = {key: wanted[key] for key in sorted(wanted) if not store.has(key)}
         if shared:
-            missing = {key: missing[key] for key in list(missing)[wishes.rank :: wishes.processes]}
+            missing = {key: missing[key] for key in list(missing)[context.rank :: context.processes]}
         if missing:
             work(missing)
-        wishes.wait()
+        context.wait()
 
 
-def left_out(broken: dict, wishes: Wishes) -> dict:
+def report_broken(broken: dict, context: EncodingContext) -> dict:
     """What could not be read by any process {key: why}; it is said, once for each."""
-    found = {key: why for some in wishes.gather(broken) for key, why in some.items()}
+    found = {key: why for some in context.gather(broken) for key, why in some.items()}
     for why in dict.fromkeys(found.values()):
-        wishes.note(f"Left out: {why}")
+        context.note(f"Left out: {why}")
     return found

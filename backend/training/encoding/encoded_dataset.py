@@ -1,4 +1,5 @@
-"""A dataset as encodings: what `sft:data_process` leaves and `sft:train` begins from, without the encoders or the pictures.
+"""A dataset of cached latents and prompt embeddings: what `sft:data_process` leaves and `sft:train` begins from,
+without the encoders or the pictures.
 
 A folder with `latents/`, `texts/` and `encodings.json`, which says what belongs together.
 """
@@ -11,19 +12,20 @@ from pathlib import Path
 from backend.dataset.dataset import Item
 from backend.schema.json_values import finite, parse_json, printable, whole
 from backend.schema.messages import Trouble
+from backend.schema.training.config import TrainingConfig
 from backend.schema.untrusted import exists, read_bytes
 from backend.system.atomic_files import write_text
 from backend.training.encoding.conditioning import is_editing
-from backend.training.encoding.encoding_cache import Store, View
+from backend.training.encoding.encoding_cache import EncodingCache, View
 from backend.training.encoding.sample_source import Source
-from backend.training.model.base_model import Base
+from backend.training.model.base_model import BaseModel
 from backend.training.model.flow_matching_loss import NoiseLevels
 
 TABLE = "encodings.json"
 MOST_TABLE_BYTES = 2**29
 
 
-def write(folder: Path, source: Source, base: Base) -> None:
+def write(folder: Path, source: Source, base: BaseModel) -> None:
     items = []
     for number, item in enumerate(source.items):
         keys = {_name(view): key for view, key in source.latents.items() if view.item == number}
@@ -62,7 +64,8 @@ def _view(number: int, name: str) -> View:
 
 
 def _contents(folder: Path, table: dict) -> tuple[list, list, dict, dict, list]:
-    """(items, sizes, latents, references, sizes of references) in a table that others may have written. Raises ValueError and its kin."""
+    """(items, sizes, latents, references, sizes of references) in a table that others may have written. Raises
+    ValueError and its kin."""
     _text(table["family"]), _text(table["variant"])
     if table["texts"] is not None:
         for caption, key in table["texts"].items():
@@ -113,12 +116,13 @@ def _text(value: object) -> str:
 
 def _key(value: object) -> str:
     """The key of an encoding, of which its file's name is made: never a path."""
-    if not _text(value).isalnum():
-        raise ValueError(f"{value[:60]!r} is no key of an encoding")
-    return value
+    key = _text(value)
+    if not key.isalnum():
+        raise ValueError(f"{key[:60]!r} is not the key of an encoding")
+    return key
 
 
-def read(folder: Path, base: Base, config) -> Source:
+def read(folder: Path, base: BaseModel, config: TrainingConfig) -> Source:
     """The source in `folder`. Raises Trouble where there is none, or one of another family."""
     if not exists(folder / TABLE):
         raise Trouble(
@@ -150,18 +154,22 @@ def read(folder: Path, base: Base, config) -> Source:
             else "with pictures to edit, which it does not take"
         )
         raise Trouble("bad_value", f"The encodings in {folder} were made {how}: {base.spec.title}.")
-    rules = [base.family.EDITS.get(variant) for variant in (table["variant"], base.spec.variant)]
-    if is_editing(base) and (rules[0] is None or rules[0].shown != rules[1].shown):
+    theirs, ours = (base.family.EDITS.get(variant) for variant in (table["variant"], base.spec.variant))
+    if ours is not None and is_editing(base) and (theirs is None or theirs.shown != ours.shown):
         raise Trouble(
             "bad_value",
-            f"The encodings in {folder} are of the variant {table['variant']}, which sees pictures otherwise than {base.spec.title}.",
+            (
+                f"The encodings in {folder} are of the variant {table['variant']}, which sees pictures otherwise than "
+                f"{base.spec.title}."
+            ),
             hint="Make them again with the model that is to train.",
         )
     items, sizes, latents, references, reference_sizes = found
     if references and table["texts"] is None:
         raise Trouble(
             "bad_value",
-            "What is told of pictures to edit (a text encoder that trains, --caption_shuffle) is read from those pictures, which a "
+            "What is told of pictures to edit (a text encoder that trains, --caption_shuffle) is read from those "
+            "pictures, which a "
             "second stage does not have.",
             hint="Use --task sft, which keeps encodings too.",
         )
@@ -172,8 +180,8 @@ def read(folder: Path, base: Base, config) -> Source:
         sizes=sizes,
         latents=latents,
         texts=table["texts"],
-        latent_store=Store(folder / "latents"),
-        text_store=Store(folder / "texts"),
+        latent_store=EncodingCache(folder / "latents"),
+        text_store=EncodingCache(folder / "texts"),
         config=config,
         levels=NoiseLevels(base.family, base.spec),
         references=references,

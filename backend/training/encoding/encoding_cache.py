@@ -1,4 +1,4 @@
-"""Encodings that cannot change are computed once and kept: in RAM, and on disk by a hash of what they were made from."""
+"""The cache of latents and prompt embeddings: computed once, kept in RAM and on disk by a hash of their inputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from backend.engine.pipeline.image_tensors import to_pixels
 from backend.images.orientation import in_rgb, upright
 from backend.schema.messages import Trouble
 from backend.system.atomic_files import write_bytes
-from backend.training.encoding.open_images import open_shown
+from backend.training.encoding.open_images import open_reference
 
 RAM_BYTES = 4 * 2**30
 Encoding = dict[str, torch.Tensor]
@@ -41,8 +41,9 @@ class View(NamedTuple):
     cut: int = 0
 
 
-class Store:
-    """Small dictionaries of tensors by key. `folder` None keeps them in RAM alone, else as files; `shared`: other runs take them over."""
+class EncodingCache:
+    """Small dictionaries of tensors by key. `folder` None keeps them in RAM alone, else as files; `shared`: other runs
+    take them over."""
 
     def __init__(self, folder: Path | None, *, shared: bool = False):
         self.folder, self.shared = folder, shared
@@ -50,6 +51,7 @@ class Store:
         self.near_bytes = 0
 
     def _path(self, key: str) -> Path:
+        assert self.folder is not None
         return self.folder / key[:2] / f"{key}.safetensors"
 
     def has(self, key: str) -> bool:
@@ -95,7 +97,8 @@ class Store:
 
 
 def prune(folder: Path, limit_bytes: float, *, keep: Collection[str] = ()) -> None:
-    """Deletes the files that were used longest ago until `folder` is within `limit_bytes`; those whose keys are in `keep` stay.
+    """Deletes the files that were used longest ago until `folder` is within `limit_bytes`; those whose keys are in
+    `keep` stay.
 
     What a killed process left half written goes after a day.
     """
@@ -112,7 +115,7 @@ def prune(folder: Path, limit_bytes: float, *, keep: Collection[str] = ()) -> No
             left.unlink(missing_ok=True)
 
 
-def changed(encoding: dict, change: Callable[[torch.Tensor], torch.Tensor]) -> dict:
+def map_tensors(encoding: dict, change: Callable[[torch.Tensor], torch.Tensor]) -> dict:
     """`encoding` with `change` made to every tensor in it, those of its references too."""
     return {
         name: tuple(map(change, value)) if isinstance(value, tuple) else change(value)
@@ -173,8 +176,8 @@ def _like(mask: Image.Image, item: Item) -> Image.Image:
     return mask if mask.size == (item.width, item.height) else mask.resize((item.width, item.height))
 
 
-def fill_latents(
-    store: Store,
+def cache_latents(
+    store: EncodingCache,
     wanted: dict[str, View],
     items: Sequence[Item],
     sizes: Sequence[tuple[int, int]],
@@ -186,10 +189,11 @@ def fill_latents(
     zoom: float = 1.0,
     exact: Callable[[], bool] = lambda: True,
 ) -> dict[int, str]:
-    """Encodes what `store` lacks of `wanted` {key: view}. Returns the items that could not be read, and why. `exact`: of what was encoded.
+    """Encodes what `store` lacks of `wanted` {key: view}. Returns the items that could not be read, and why. `exact`:
+    of what was encoded.
 
-    `encode` is given one picture (1, 3, height, width) at a time: what it goes through the network with would change its last bits, and
-    an encoding is to be the same whatever the cache held before.
+    `encode` is given one picture (1, 3, height, width) at a time: what it goes through the network with would change
+    its last bits, and an encoding is to be the same whatever the cache held before.
     """
 
     def read(key: str) -> torch.Tensor | Trouble:
@@ -224,8 +228,8 @@ def _read_ahead(keys: list[str], read: Callable[[str], T], workers: int) -> Iter
             yield key, found
 
 
-def fill_references(
-    store: Store,
+def cache_reference_latents(
+    store: EncodingCache,
     wanted: dict[str, Shown],
     *,
     encode: Callable[[Image.Image], torch.Tensor],
@@ -239,7 +243,7 @@ def fill_references(
 
     def read(key: str) -> Image.Image | Trouble:
         try:
-            return open_shown(wanted[key])
+            return open_reference(wanted[key])
         except Trouble as why:
             return why
 
@@ -255,8 +259,8 @@ def fill_references(
     return broken
 
 
-def fill_texts(
-    store: Store,
+def cache_prompt_embeddings(
+    store: EncodingCache,
     wanted: dict[str, tuple[str, tuple[str, ...]]],
     *,
     encode: Callable[[list[tuple[str, tuple[str, ...]]]], Iterable[Encoding]],

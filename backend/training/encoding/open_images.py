@@ -10,7 +10,7 @@ from backend.engine.pipeline.image_tensors import open_picture
 from backend.schema.messages import Trouble
 
 
-def open_shown(one: Shown) -> Image.Image:
+def open_reference(one: Shown) -> Image.Image:
     """The picture as it is shown, upright, in RGB. Raises Trouble by its name."""
     try:
         picture = open_picture(one.picture.path)

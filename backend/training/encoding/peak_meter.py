@@ -1,29 +1,34 @@
-"""What a run takes at most: bytes of live tensors in each of its phases, beside what was predicted of them.
+"""Peak memory of a run: bytes of live tensors in each of its phases.
 
-A card's allocator counts always. On a CPU operations are looked at while they run, which costs time, and so for two steps on the largest
-batch, one sample and one save alone; the other steps run as if nobody looked.
+A card's allocator counts always. On a CPU operations are looked at while they run, which costs time, and so for two
+steps on the largest batch, one sample and one save alone; the other steps run as if nobody looked.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from backend.dataset.bucket_sampler import Batch
 from backend.engine.tracing import live_tensors
+from backend.planner.costs.layout import Fixed
 from backend.training.encoding.encoding_cache import View
-from backend.training.encoding.sample_source import worded
+from backend.training.encoding.sample_source import Source, prompt_name
+from backend.training.model.base_model import BaseModel
+from backend.training.model.training_module import TrainingModule
+from backend.training.optim.cpu_offload import OptimizerCpuOffload
+from backend.training.optim.optimizers import EMA
 
 FORWARD, BACKWARD, OPTIMIZER, SAMPLE, SAVE = "forward", "backward", "optimizer", "sample", "save"
 STEP = (FORWARD, BACKWARD, OPTIMIZER)
 TOKEN_SIDE = 16  # pixels of what becomes one token
-SAME_SEEN = 2  # steps on equally large batches
+MEASURED_STEPS = 2  # steps on equally large batches
 
 
-class Largest(NamedTuple):
+class LargestBatch(NamedTuple):
     """A batch, in the order of what it takes."""
 
     pixels: int = 0  # of all its pictures, those to edit too
@@ -34,18 +39,33 @@ class Largest(NamedTuple):
     reference_tokens: int = 0  # of what one of its samples is edited from
 
 
-class Peaks:
-    """The peaks of one run. Enter `step`, `sample` and `save` around each; inside a step name what comes by `moment`."""
+class MeasuredRun(Protocol):
+    """What the meter reads of a `backend.training.run.state.Run`."""
 
-    def __init__(self, run):
+    learner: TrainingModule
+    vae: torch.nn.Module | None
+    device: torch.device
+    base: BaseModel
+    source: Source
+    optimizers: list[torch.optim.Optimizer]
+    optimizer_offload: OptimizerCpuOffload | None
+    ema: EMA | None
+
+
+class PeakMeter:
+    """The peaks of one run. Enter `step`, `sample` and `save` around each; inside a step name what comes by
+    `moment`."""
+
+    def __init__(self, run: MeasuredRun):
         self.run, self.measure = (
             run,
-            live_tensors.Measure({**run.learner.parts, "vae": run.vae}, run.device, beside=self._beside),
+            live_tensors.Measure({**run.learner.parts, "vae": run.vae}, run.device, beside=self._extra_tensors),
         )
         self.counts = self.measure.is_free
-        self.steps, self.same, self.largest, self._open = 0, 0, Largest(), False
+        self.steps, self.same, self.largest, self._open = 0, 0, LargestBatch(), False
         self._tokens: dict[str, int] = {}
-        self.kept, self.fixed = False, None  # for the next estimate; what the device was known for when this run began
+        self.kept = False  # the peaks are remembered for the next estimate
+        self.fixed: Fixed | None = None  # the device's fixed costs, as known when this run began
 
     @property
     def by_phase(self) -> dict[str, int]:
@@ -54,11 +74,11 @@ class Peaks:
 
     @contextlib.contextmanager
     def step(self, groups: list[list[Batch]]) -> Iterator[None]:
-        """A step over `groups`; it is looked at where there was none as large before, or but one. The first is passed over: only after it
-        is there everything that stays from step to step."""
+        """A step over `groups`; it is looked at where there was none as large before, or but one. The first is passed
+        over: only after it is there everything that stays from step to step."""
         size = max(self._size(batch) for group in groups for batch in group)
         seen = self.steps > 0 and (
-            self.counts or size > self.largest or (size == self.largest and self.same < SAME_SEEN)
+            self.counts or size > self.largest or (size == self.largest and self.same < MEASURED_STEPS)
         )
         self.steps += 1
         if seen:
@@ -101,15 +121,15 @@ class Peaks:
                 self.measure.end()
             self._open = False
 
-    def _beside(self) -> Iterator[torch.Tensor]:
+    def _extra_tensors(self) -> Iterator[torch.Tensor]:
         """Optimizers' states, copies of weights in RAM, the running mean."""
         for optimizer in self.run.optimizers:
             for state in optimizer.state.values():
                 yield from (one for one in state.values() if isinstance(one, torch.Tensor))
-        yield from self.run.beside.copies.values() if self.run.beside else ()
-        yield from self.run.mean.values.values() if self.run.mean else ()
+        yield from self.run.optimizer_offload.copies.values() if self.run.optimizer_offload else ()
+        yield from self.run.ema.values.values() if self.run.ema else ()
 
-    def _size(self, batch: Batch) -> Largest:
+    def _size(self, batch: Batch) -> LargestBatch:
         source = self.run.source
         first, count = batch.items[0], len(batch.items)
         (height, width), *edited = source.shape(first)
@@ -119,11 +139,11 @@ class Peaks:
             for caption in source.items[item].captions
         ]
         references = sum((tall // TOKEN_SIDE) * (wide // TOKEN_SIDE) for tall, wide in edited)
-        return Largest(source.pixels(first) * count, max(tokens, default=0), height, width, count, references)
+        return LargestBatch(source.pixels(first) * count, max(tokens, default=0), height, width, count, references)
 
     def text_tokens(self, prompt: str, references: tuple[str, ...] = ()) -> int:
         """Of a prompt with the pictures that go with it; 0 for one that is encoded in each step."""
-        name = worded(prompt, references)
+        name = prompt_name(prompt, references)
         if name not in self._tokens:
             run, source = self.run, self.run.source
             known = source.texts is not None and name in source.texts

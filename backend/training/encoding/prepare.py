@@ -1,10 +1,11 @@
-"""From a dataset to a source of batches: sizes, encodings from the cache, pictures that are trained along."""
+"""From a dataset to a data loader: bucket sizes, cached latents and prompt embeddings, prior preservation images."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -16,28 +17,38 @@ from backend.engine.devices import device_memory
 from backend.engine.devices.oom_retry import TiledOnOom
 from backend.schema.messages import Trouble
 from backend.schema.paths import places
-from backend.training.encoding.conditioning import add_references, add_samples, fill_told, is_editing, told_in
-from backend.training.encoding.distributed_encoding import Parts, Wishes, in_shares, left_out
-from backend.training.encoding.encoding_cache import Store, View, fill_latents, key_of, prune
-from backend.training.encoding.prior_preservation import add_drawn
+from backend.schema.training.config import DatasetSection, TrainingConfig
+from backend.training.encoding.conditioning import (
+    add_references,
+    add_samples,
+    all_prompt_inputs,
+    cache_text_encoder_outputs,
+    is_editing,
+)
+from backend.training.encoding.distributed_encoding import EncodingContext, Parts, encode_distributed, report_broken
+from backend.training.encoding.encoding_cache import EncodingCache, View, cache_latents, key_of, prune
+from backend.training.encoding.prior_preservation import add_prior_images
 from backend.training.encoding.sample_source import Source
-from backend.training.model.base_model import Base
+from backend.training.model.base_model import BaseModel
 from backend.training.model.flow_matching_loss import NoiseLevels
+
+T = TypeVar("T")
 
 
 def prepare_source(
     dataset: Dataset,
-    base: Base,
-    config,
+    base: BaseModel,
+    config: TrainingConfig,
     load: Parts,
-    wishes: Wishes,
+    context: EncodingContext,
     *,
     folder: Path | None = None,
     processor: str = "",
 ) -> Source:
     """A source over `dataset` and the pictures that are trained along. Loads encoders through `load` only where needed.
 
-    Encodings go to `folder`, or else to the cache that runs share. `processor`: a hash of how pictures are prepared for the text encoder.
+    Encodings go to `folder`, or else to the cache that runs share. `processor`: a hash of how pictures are prepared for
+    the text encoder.
     """
     section, cache = config.dataset, places().cache / "encodings"
     shared = folder is None and section.data_cache
@@ -50,8 +61,8 @@ def prepare_source(
         latents={},
         texts=None,
         config=config,
-        latent_store=Store(folder and folder / "latents", shared=shared),
-        text_store=Store(folder and folder / "texts"),
+        latent_store=EncodingCache(folder and folder / "latents", shared=shared),
+        text_store=EncodingCache(folder and folder / "texts"),
         levels=NoiseLevels(base.family, base.spec),
         reference_sizes=[()] * len(items),
         processor=processor,
@@ -59,21 +70,21 @@ def prepare_source(
     counts = ((item.path.name, len(item.edits)) for item in items)
     check_counts(counts, base.family, variant=base.spec.variant, title=base.spec.title)
     check_cuts(items, sizes, crops=section.crops, zoom=section.crop_zoom)
-    _fill_pictures(source, base, load, wishes)
+    _cache_latents_of(source, base, load, context)
     if is_editing(base):
-        _leave_out(source, add_references(source, base, load, wishes))
-    add_samples(source, base, load, wishes)
+        _drop_items(source, add_references(source, base, load, context))
+    add_samples(source, base, load, context)
     if config.prior.prior_pictures and not config.prior.regularisation_path:
-        add_drawn(source, base, load, wishes)
-    if not wishes.trains_text and not section.caption_shuffle:
-        fill_told(source, base, load, wishes, told_in(source))
-    if shared and wishes.rank == 0:
+        add_prior_images(source, base, load, context)
+    if not context.trains_text and not section.caption_shuffle:
+        cache_text_encoder_outputs(source, base, load, context, all_prompt_inputs(source))
+    if shared and context.rank == 0:
         used = {*source.latents.values(), *source.shown, *(source.texts or {}).values()}
         prune(cache, section.data_cache_gib * 2**30, keep=used)
     return source
 
 
-def _size(item: Item, section, base: Base, batch_size: int) -> tuple[int, int]:
+def _size(item: Item, section: DatasetSection, base: BaseModel, batch_size: int) -> tuple[int, int]:
     return size_of(
         item,
         height=section.height,
@@ -84,9 +95,9 @@ def _size(item: Item, section, base: Base, batch_size: int) -> tuple[int, int]:
     )
 
 
-def _fill_pictures(source: Source, base: Base, load: Parts, wishes: Wishes) -> None:
+def _cache_latents_of(source: Source, base: BaseModel, load: Parts, context: EncodingContext) -> None:
     config = source.config
-    vae = wishes.made_by("vae") if "vae" in base.spec.parts else ""
+    vae = context.part_key("vae") if "vae" in base.spec.parts else ""
     for view in _views(source):
         item, size = source.items[view.item], source.sizes[view.item]
         box = cut(item, size, view.cut, zoom=config.dataset.crop_zoom)
@@ -102,8 +113,8 @@ def _fill_pictures(source: Source, base: Base, load: Parts, wishes: Wishes) -> N
         def encode(pixels: torch.Tensor, *, tiled: bool) -> torch.Tensor:
             return base.family.encode_image(parts, pixels.to(weights.device, weights.dtype), tiled=tiled)
 
-        each = TiledOnOom(encode, wishes.note)
-        found = fill_latents(
+        each = TiledOnOom(encode, context.note)
+        found = cache_latents(
             source.latent_store,
             missing,
             source.items,
@@ -112,14 +123,14 @@ def _fill_pictures(source: Source, base: Base, load: Parts, wishes: Wishes) -> N
             exact=lambda: each.exact,
             workers=config.dataset.dataset_num_workers,
             skip_broken=config.dataset.skip_broken_pictures,
-            progress=wishes.progress,
+            progress=context.progress,
             zoom=config.dataset.crop_zoom,
         )
         broken.update(found)
 
-    in_shares({key: where for where, key in source.latents.items()}, source.latent_store, wishes, work)
-    lost = {source.items[number].digest for number in left_out(broken, wishes)}
-    _leave_out(source, {number for number, item in enumerate(source.items) if item.digest in lost})
+    encode_distributed({key: where for where, key in source.latents.items()}, source.latent_store, context, work)
+    lost = {source.items[number].digest for number in report_broken(broken, context)}
+    _drop_items(source, {number for number, item in enumerate(source.items) if item.digest in lost})
 
 
 def _views(source: Source) -> Iterator[View]:
@@ -131,27 +142,30 @@ def _views(source: Source) -> Iterator[View]:
                 yield View(number, flip, place)
 
 
-def _cutting(section) -> dict:
+def _cutting(section: DatasetSection) -> dict:
     return {"crops": section.crops, "zoom": section.crop_zoom}
 
 
-def _leave_out(source: Source, broken: set[int]) -> None:
+def _drop_items(source: Source, broken: set[int]) -> None:
     if not broken:
         return
     kept = [number for number in range(len(source.items)) if number not in broken]
     if not kept:
         raise Trouble("empty_dataset", "None of the pictures can be read.")
     renamed = {old: new for new, old in enumerate(kept)}
-    source.latents, source.references = (
-        {view._replace(item=renamed[view.item]): key for view, key in some.items() if view.item in renamed}
-        for some in (source.latents, source.references)
-    )
+    source.latents = _renumbered(source.latents, renamed)
+    source.references = _renumbered(source.references, renamed)
     source.items = [source.items[number] for number in kept]
     source.sizes = [source.sizes[number] for number in kept]
     source.reference_sizes = [source.reference_sizes[number] for number in kept]
 
 
-def split_off(source: Source, share: float, *, seed: int) -> list[int]:
+def _renumbered(by_view: dict[View, T], renamed: dict[int, int]) -> dict[View, T]:
+    """`by_view` without the items that are not in `renamed` {old number: new number}."""
+    return {view._replace(item=renamed[view.item]): key for view, key in by_view.items() if view.item in renamed}
+
+
+def split_validation(source: Source, share: float, *, seed: int) -> list[int]:
     """Takes `share` of the own pictures out of the training and returns their numbers; they stay in `items`."""
     aside = kept_aside(source.items, share, seed=seed)
     for number in aside:

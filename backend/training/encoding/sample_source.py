@@ -1,4 +1,5 @@
-"""What batches are made of: items with their sizes, and encodings by key. What a sample is follows from the seed and its place alone."""
+"""The data loader: training batches from cached latents and prompt embeddings. What a sample is follows from the seed
+and its place alone."""
 
 from __future__ import annotations
 
@@ -15,15 +16,17 @@ from backend.dataset.crops import cut
 from backend.dataset.dataset import Item
 from backend.dataset.reference_images import Shown
 from backend.schema.messages import Trouble
-from backend.training.encoding.encoding_cache import Store, View, read_mask
-from backend.training.encoding.open_images import open_shown
+from backend.schema.training.config import TrainingConfig
+from backend.training.encoding.encoding_cache import EncodingCache, View, read_mask
+from backend.training.encoding.open_images import open_reference
 from backend.training.model.flow_matching_loss import Draws, NoiseLevels, draw, seed_of
-from backend.training.model.training_module import Material
+from backend.training.model.training_module import TrainingBatch
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a sample is drawn from: a prompt, the keys of the pictures that it is edited from, its size (height, width)."""
+    """What a sample is drawn from: a prompt, the keys of the pictures that it is edited from, its size (height,
+    width)."""
 
     prompt: str
     references: tuple[str, ...]
@@ -32,15 +35,18 @@ class Sample:
 
 @dataclass
 class Source:
-    """Items with their sizes (height, width) and everything encoded that can be."""
+    """The data loader: items, their sizes (height, width), and the keys of their cached latents and prompt
+    embeddings."""
 
     items: list[Item]
     sizes: list[tuple[int, int]]
     latents: dict[View, str]  # view -> key
-    texts: dict[str, str] | None  # `worded` -> key; None: the text encoder trains, or captions are not known beforehand
-    latent_store: Store
-    text_store: Store
-    config: object
+    texts: (
+        dict[str, str] | None
+    )  # `prompt_name` -> key; None: the text encoder trains, or captions are not known beforehand
+    latent_store: EncodingCache
+    text_store: EncodingCache
+    config: TrainingConfig
     levels: NoiseLevels
     references: dict[View, tuple[str, ...]] = field(default_factory=dict)  # view -> keys of what it is edited from
     reference_sizes: list[tuple[tuple[int, int], ...]] = field(default_factory=list)  # of each item (height, width)
@@ -75,10 +81,13 @@ class Source:
         return tuple(self._latents(key) for key in keys)
 
     def pictures_of(self, keys: Iterable[str]) -> tuple:
-        return tuple(open_shown(self.shown[key]) for key in keys)
+        return tuple(open_reference(self.shown[key]) for key in keys)
 
-    def material(self, batch: Batch, *, scale: float) -> Material:
-        """Everything for one batch; `scale` is what a sample of weight 1 counts."""
+    def load_batch(self, batch: Batch, *, scale: float) -> TrainingBatch:
+        """The training batch (tensors on the CPU, latents (B, C, h, w) float32) of the items in `batch`.
+
+        `scale`: the loss weight of a sample of weight 1.
+        """
         config, seed = self.config, self.config.training.seed
         prompts, latents, masks, references = [], [], [], []
         for number, place in zip(batch.items, batch.places, strict=True):
@@ -96,7 +105,7 @@ class Source:
         if config.training.task.startswith("direct_distill"):
             steps = self.items[batch.items[0]].steps or config.loss.distill_steps
             draws, levels = self._start(batch, latents[0].shape), self._steps(size, steps)
-        return Material(
+        return TrainingBatch(
             latents=torch.stack(latents),
             prompts=tuple(prompts),
             encodings=None
@@ -112,17 +121,17 @@ class Source:
                 batch.places,
                 config.loss,
                 seed=seed,
-                schedule=self._practised(size),
+                schedule=self._schedule_levels(size),
                 table=self.levels.table(size),
                 within=self._within(),
             ),
-            weights=torch.tensor([scale * self._counts(number) for number in batch.items]),
+            weights=torch.tensor([scale * self._sample_weight(number) for number in batch.items]),
             mask=torch.stack(masks) if masks else None,
             levels=levels,
             settings=self.levels.settings(size),
         )
 
-    def _practised(self, size: tuple[int, int]) -> torch.Tensor | None:
+    def _schedule_levels(self, size: tuple[int, int]) -> torch.Tensor | None:
         """The noise levels that are drawn evenly, where a schedule says them."""
         match self.config.loss.timestep_sampling:
             case "scheduler":
@@ -144,7 +153,8 @@ class Source:
         return self.levels.drawn(size, steps)
 
     def _start(self, batch: Batch, shape) -> Draws:
-        """Where a student begins: the very noise from which its teacher drew the picture, if the dataset tells its seed."""
+        """Where a student begins: the very noise from which its teacher drew the picture, if the dataset tells its
+        seed."""
         noise = []
         for number, place in zip(batch.items, batch.places, strict=True):
             seed = self.items[number].seed
@@ -158,7 +168,7 @@ class Source:
         section = self.config.dataset
         return drawn(item.captions, random, dropout=section.caption_dropout, shuffle=section.caption_shuffle)
 
-    def _counts(self, number: int) -> float:
+    def _sample_weight(self, number: int) -> float:
         return self.config.prior.prior_weight if self.items[number].prior else 1.0
 
     def _view(self, number: int, flip: bool, random: Random) -> View:
@@ -169,7 +179,8 @@ class Source:
     def _mask(self, view: View, latents: torch.Tensor) -> torch.Tensor:
         section, item, size = self.config.dataset, self.items[view.item], self.sizes[view.item]
         box = cut(item, size, view.cut, zoom=section.crop_zoom)
-        mask = read_mask(item, size, tuple(latents.shape[-2:]), kind=section.masked_loss, flip=view.flip, box=box)
+        cells = (latents.shape[-2], latents.shape[-1])
+        mask = read_mask(item, size, cells, kind=section.masked_loss, flip=view.flip, box=box)
         return section.mask_floor + (1 - section.mask_floor) * mask
 
     def _latents(self, key: str) -> torch.Tensor:
@@ -179,12 +190,13 @@ class Source:
         return found["latents"]
 
     def text(self, prompt: str, references: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
-        found = self.text_store.get(self.texts[worded(prompt, references)])
+        assert self.texts is not None
+        found = self.text_store.get(self.texts[prompt_name(prompt, references)])
         if found is None:
             raise Trouble("cache_lost", "An encoding was deleted from the cache while training.", hint="Start again.")
         return found
 
 
-def worded(prompt: str, references: tuple[str, ...]) -> str:
+def prompt_name(prompt: str, references: tuple[str, ...]) -> str:
     """A name for a prompt with the pictures that go with it; without pictures it is the prompt."""
     return "\x1f".join((prompt, *references))

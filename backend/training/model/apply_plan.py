@@ -1,10 +1,11 @@
-"""`--vram`: the run takes the plan that the studio shows, setting by setting."""
+"""`--vram`: apply the memory plan that the studio shows to the settings of the run."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import torch
+from accelerate import Accelerator
 
 from backend.catalog.hub import download
 from backend.dataset.look_ahead import look_ahead
@@ -16,11 +17,14 @@ from backend.schema.memory_plan import GIB, Card, VramPlan
 from backend.schema.messages import Trouble
 from backend.schema.paths import places
 from backend.schema.settings import from_values, to_values
-from backend.training.model.base_model import find_base
+from backend.schema.training.config import TrainingConfig
+from backend.training.checkpoint.reporter import Reporter
+from backend.training.model.base_model import find_base_model
 
 
-def with_plan(config, accelerator, reporter):
-    """`config` as the plan for its `vram` sets it; as it is where it asks for none. All processes take the first one's plan.
+def apply_plan(config: TrainingConfig, accelerator: Accelerator, reporter: Reporter) -> TrainingConfig:
+    """`config` as the plan for its `vram` sets it; as it is where it asks for none. All processes take the first one's
+    plan.
 
     Raises Trouble for a `vram` that is no amount, and where the run cannot fit.
     """
@@ -29,7 +33,7 @@ def with_plan(config, accelerator, reporter):
         allocator_limits.cap(accelerator.device)
         return config
     with accelerator.main_process_first():  # one downloads what is missing
-        base = find_base(config.model)
+        base = find_base_model(config.model)
     card = card_of(wanted, accelerator.device)
     allocator_limits.cap(accelerator.device, most_bytes=None if wanted.lower() == "auto" else card.total_bytes)
     user = places().user
@@ -43,7 +47,7 @@ def with_plan(config, accelerator, reporter):
             f"This run does not fit into {_words(card)}. {found.advice}",
             hint="Lower --max_pixels or --batch_size.",
         )
-    _tell(found, settings, card, config, reporter)
+    _report(found, settings, card, config, reporter)
     return from_values(type(config), settings, base=config)
 
 
@@ -58,7 +62,7 @@ def card_of(vram: str, device: torch.device) -> Card:
     return replace(card, total_bytes=nbytes, free_bytes=nbytes, used_by_others_bytes=0, reserve_bytes=0)
 
 
-def _shared(settings: dict, accelerator) -> dict:
+def _shared(settings: dict, accelerator: Accelerator) -> dict:
     if accelerator.num_processes == 1:
         return settings
     from accelerate.utils import broadcast_object_list
@@ -66,7 +70,7 @@ def _shared(settings: dict, accelerator) -> dict:
     return broadcast_object_list([settings])[0]
 
 
-def _tell(found: VramPlan, settings: dict, card: Card, config, reporter) -> None:
+def _report(found: VramPlan, settings: dict, card: Card, config: TrainingConfig, reporter: Reporter) -> None:
     before = to_values(config)
     changed = {name: value for name, value in settings.items() if before[name] != value}
     low, high = found.peak_low_bytes / GIB, found.peak_high_bytes / GIB

@@ -19,16 +19,16 @@ from backend.engine.loading.load import load_part
 from backend.engine.quantization.config import QuantizeConfig
 from backend.engine.quantization.quantized_part import load_quantized
 from backend.families import by_name
-from backend.schema.memory_plan import VramConfig
 from backend.schema.messages import Trouble
 from backend.schema.training.config import ModelSection
 from backend.training.model import frozen_weights
+from backend.training.model.frozen_weights import Kept
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Base:
+class BaseModel:
     """A model's description and family, and which entry of the command line each part came from."""
 
     spec: ModelSpec
@@ -36,24 +36,24 @@ class Base:
     entries: dict[str, str] = field(default_factory=dict)  # part -> entry of model_paths or model_id_with_origin_paths
 
 
-def find_base(section: ModelSection) -> Base:
+def find_base_model(section: ModelSection) -> BaseModel:
     """The model that a config's `model` section names; missing files of an id are downloaded. Raises Trouble."""
     spec, entries = find_spec(section)
     named = {
         part.name: next((entry for entry, paths in entries.items() if set(part.files) <= set(paths)), "")
         for part in (spec.parts.values() if entries else ())
     }
-    return Base(spec=spec, family=by_name(spec.family), entries=named)
+    return BaseModel(spec=spec, family=by_name(spec.family), entries=named)
 
 
 def load_parts(
-    base: Base,
+    base: BaseModel,
     names: Iterable[str],
     *,
     trained: Iterable[str],
     dtype: torch.dtype,
     device: torch.device,
-    kept: Mapping[str, VramConfig] | None = None,
+    kept: Mapping[str, Kept] | None = None,
     quantized: Mapping[str, QuantizeConfig] | None = None,
     before_rounding: Callable[[str, torch.nn.Module], None] | None = None,
     split_bytes: int | None = None,
@@ -62,13 +62,14 @@ def load_parts(
 ) -> dict[str, torch.nn.Module]:
     """Modules by part. Those in `trained` are in float32, the VAE too (it runs once per picture); the rest in `dtype`.
 
-    `kept` says where the weights of some frozen parts lie (`frozen.keeping`; `split_bytes`: in which pieces they are fetched), `quantized` which
-    are rounded to fewer bits, after `before_rounding` has been called with each such part. `through_ram`: a part is loaded in RAM first.
-    `stay_in_ram`: it stays there, for whoever spreads it over several devices, none of which has room for all of it.
+    `kept` says where the weights of some frozen parts lie (`frozen.keeping`; `split_bytes`: in which pieces they are
+    fetched), `quantized` which are rounded to fewer bits, after `before_rounding` has been called with each such part.
+    `through_ram`: a part is loaded in RAM first. `stay_in_ram`: it stays there, for whoever spreads it over several
+    devices, none of which has room for all of it.
     """
     parts = {}
     for name in names:
-        check_there(base, name)
+        require_part(base, name)
         check_finite.check(base.spec.parts[name])
         if kept and name in kept:
             module = frozen_weights.place(base.spec.parts[name], kept[name], device=device, split_bytes=split_bytes)
@@ -94,7 +95,7 @@ def load_parts(
     return parts
 
 
-def check_there(base: Base, name: str) -> None:
+def require_part(base: BaseModel, name: str) -> None:
     """Raises Trouble where the model was given without the part `name`."""
     if name not in base.spec.parts:
         raise Trouble(
@@ -110,26 +111,27 @@ def _own_weights(module: torch.nn.Module) -> None:
         weight.data = weight.data.clone()
 
 
-def part_digest(base: Base, name: str) -> str:
+def part_digest(base: BaseModel, name: str) -> str:
     """A hash of a part's files: all bytes of small ones; header and samples throughout of large ones."""
-    check_there(base, name)
+    require_part(base, name)
     facts = [(path, path.stat()) for path in base.spec.parts[name].files]
     return _digest(tuple((path, fact.st_size, fact.st_mtime_ns) for path, fact in facts))
 
 
 @functools.lru_cache(maxsize=16)
 def _digest(files: tuple[tuple[Path, int, int], ...]) -> str:
-    """The hash of files by path, size and time: every result's header holds it, and reading them all again would hold up its save."""
+    """The hash of files by path, size and time: every result's header holds it, and reading them all again would hold
+    up its save."""
     digest = hashlib.sha256()
     for path, size, _ in files:
         digest.update(str(size).encode())
-        with path.open("rb") as file:
+        with path.open("rb") as stream:
             if size <= 2**26:
-                while piece := file.read(2**20):
+                while piece := stream.read(2**20):
                     digest.update(piece)
                 continue
-            digest.update(file.read(2**20))
+            digest.update(stream.read(2**20))
             for place in range(1, 64):
-                file.seek(size * place // 64)
-                digest.update(file.read(2**16))
+                stream.seek(size * place // 64)
+                digest.update(stream.read(2**16))
     return digest.hexdigest()

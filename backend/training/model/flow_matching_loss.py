@@ -1,7 +1,7 @@
 """Noise, noise levels and the loss. What is drawn for a sample depends on the seed and its place in the run alone.
 
-So N processes with M batches each draw what one process with N * M batches does, and a resumed run goes on as if it had never
-stopped. How latents are noised and what the network learns, the family says (`noised`, `target`).
+So N processes with M batches each draw what one process with N * M batches does, and a resumed run goes on as if it had
+never stopped. How latents are noised and what the network learns, the family says (`noised`, `target`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from backend.catalog.family import DrawSettings, Family, Prediction, TrainingSchedule, settings_of
 from backend.catalog.spec import ModelSpec
+from backend.schema.training.config import LossSection
 
 NUM_LEVELS = 1000  # of a training schedule
 FLOW = Prediction()
@@ -33,7 +34,8 @@ class Draws:
 def training_levels(schedule: TrainingSchedule, count: int = NUM_LEVELS) -> torch.Tensor:
     """The `count` levels of a training schedule, float32, falling from 1; each is practised equally often.
 
-    DiffSynth-Studio's `FlowMatchScheduler.set_timesteps(count, training=True)`: even levels 1 - i / count, shifted, stretched to `terminal`.
+    DiffSynth-Studio's `FlowMatchScheduler.set_timesteps(count, training=True)`: even levels 1 - i / count, shifted,
+    stretched to `terminal`.
     """
     if schedule.lowest is None:
         even = 1 - torch.arange(count, dtype=torch.float64) / count
@@ -93,15 +95,16 @@ class NoiseLevels:
 def draw(
     shape: Sequence[int],
     places: Sequence[int],
-    section,
+    section: LossSection,
     *,
     seed: int,
     schedule: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
     within: tuple[float, float] = (0.0, 1.0),
 ) -> Draws:
-    """Noise of `shape` (C, h, w) and a noise level for each place. `schedule` (N,): the levels of "scheduler" and "shifted", drawn evenly.
-    `table` (N,): what the levels of all others stand for. `within`: the levels that are practised, of an expert for a range of them."""
+    """Noise of `shape` (C, h, w) and a noise level for each place. `schedule` (N,): the levels of "scheduler" and
+    "shifted", drawn evenly. `table` (N,): what the levels of all others stand for. `within`: the levels that are
+    practised, of an expert for a range of them."""
     noise, sigma = [], []
     for place in places:
         generator = torch.Generator().manual_seed(seed_of(seed, place, "noise"))
@@ -116,7 +119,7 @@ def _within(level: torch.Tensor, low: float, high: float) -> torch.Tensor:
 
 
 def _level(
-    section, generator: torch.Generator, schedule: torch.Tensor | None, table: torch.Tensor | None
+    section: LossSection, generator: torch.Generator, schedule: torch.Tensor | None, table: torch.Tensor | None
 ) -> torch.Tensor:
     choice, share = torch.rand(2, generator=generator)
     normal = torch.randn((), generator=generator)
@@ -136,9 +139,12 @@ def _level(
     return level if table is None else table[((1 - level) * len(table)).long().clamp_max(len(table) - 1)]
 
 
-def level_weight(sigma: torch.Tensor, section, schedule: TrainingSchedule, said: Prediction = FLOW) -> torch.Tensor:
-    """Weight (B,) of samples at `sigma` (B,). "scheduler": the bell of DiffSynth-Studio's `set_training_weight`, 0 at the least and 1 in the
-    mean over the levels of the family's training schedule; even weights where noise is added without bound."""
+def level_weight(
+    sigma: torch.Tensor, section: LossSection, schedule: TrainingSchedule, said: Prediction = FLOW
+) -> torch.Tensor:
+    """Weight (B,) of samples at `sigma` (B,). "scheduler": the bell of DiffSynth-Studio's `set_training_weight`, 0 at
+    the least and 1 in the mean over the levels of the family's training schedule; even weights where noise is added
+    without bound."""
     if section.loss_weighting == "scheduler" and said.noising == "flow":
         least, mean = _bell_over(schedule)
         return (_bell(sigma) - least).clamp_min(0) / mean

@@ -45,7 +45,7 @@ def keeping(parts: Mapping[str, PartStorage], *, device: torch.device, dtype: to
     }
 
 
-def without_effect(parts: Mapping[str, PartStorage], *, device: torch.device) -> str:
+def fp8_without_effect(parts: Mapping[str, PartStorage], *, device: torch.device) -> str:
     """A sentence about parts in FP8 that wait in their file on a CPU, where nothing is stored in another format; ""
     where there are none."""
     names = ", ".join(sorted(name for name, kept in parts.items() if kept.fp8 and kept.offloaded))
@@ -97,7 +97,7 @@ def place(part: PartSpec, kept: Kept, *, device: torch.device, split_bytes: int 
 def staying(units: Sequence[Unit], count: int) -> tuple[int, ...]:
     """The numbers of the `units` that stay where `count` blocks do: all pieces of a block share its number (`layers.3`
     of `layers.3.mlp`)."""
-    blocks = [re.match(r"(.*?\.\d+)(\.|$)", unit.name).group(1) for unit in units]
+    blocks = [match[1] for unit in units if (match := re.match(r"(.*?\.\d+)(\.|$)", unit.name))]
     order = list(dict.fromkeys(blocks))
     kept = {order[index] for index in spread(len(order), min(count, len(order)))}
     return tuple(index for index, block in enumerate(blocks) if block in kept)

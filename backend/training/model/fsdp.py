@@ -1,10 +1,12 @@
-"""Weights, gradients and optimizer state spread over processes, as the launcher's configuration asks: FSDP2, or a stage of DeepSpeed's ZeRO.
+"""Weights, gradients and optimizer state spread over processes, as the launcher's configuration asks: FSDP2, or a stage
+of DeepSpeed's ZeRO.
 
-Both are carried out by torch's own `fully_shard`, which always spreads all three: ZeRO-3 gathers a block each time that it computes, ZeRO-1 and
-ZeRO-2 keep a gathered block until the backward pass is over unless most weights are frozen, and ZeRO-1 sums whole gradients over the turns of a step. `benchmarks/zero.py`
-counts what that holds beside DeepSpeed's own engine. Frozen weights are spread in their own format, adapters and other weights that train in
-float32; the latter are gathered in what is computed with, and all other casting is the learner's own. What is saved is whole, so files are of the same form as those of one process, and a state is gone on with by any
-number of processes.
+Both are carried out by torch's own `fully_shard`, which always spreads all three: ZeRO-3 gathers a block each time that
+it computes, ZeRO-1 and ZeRO-2 keep a gathered block until the backward pass is over unless most weights are frozen, and
+ZeRO-1 sums whole gradients over the turns of a step. `benchmarks/zero.py` counts what that holds beside DeepSpeed's own
+engine. Frozen weights are spread in their own format, adapters and other weights that train in float32; the latter are
+gathered in what is computed with, and all other casting is the learner's own. What is saved is whole, so files are of
+the same form as those of one process, and a state is gone on with by any number of processes.
 """
 
 from __future__ import annotations
@@ -15,13 +17,20 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from backend.schema.messages import Trouble
+from backend.schema.training.config import TrainingConfig
 from backend.schema.untrusted import read_object
 
+if TYPE_CHECKING:
+    from backend.training.model.training_module import TrainingModule
+
+T = TypeVar("T")
 OURS = "LOFT_SPREAD"  # the environment of this process says it to all modules: "", or JSON with how weights are spread
 
 
@@ -30,9 +39,9 @@ def asked() -> bool:
     return bool(os.environ.get(OURS))
 
 
-def take_over(config) -> tuple:
-    """Reads from the launcher's environment what is asked for, before accelerate does: the settings with what one process does of it by
-    itself, and a sentence about it, or "". Raises Trouble."""
+def read_launcher_environment(config: TrainingConfig) -> tuple:
+    """Reads from the launcher's environment what is asked for, before accelerate does: the settings with what one
+    process does of it by itself, and a sentence about it, or "". Raises Trouble."""
     os.environ[OURS] = ""
     if _on("ACCELERATE_USE_DEEPSPEED"):
         stage, places = _zero()
@@ -40,7 +49,7 @@ def take_over(config) -> tuple:
         wanted = (
             {"again": stage == 3, "in_ram": bool(in_ram), "summed_whole": stage == 1, "no_more": True} if stage else {}
         )
-        said = _instead_of_deepspeed(stage, places)
+        said = _zero_by_fsdp2(stage, places)
     elif _on("ACCELERATE_USE_FSDP"):
         if os.environ.get("FSDP_VERSION", "2") != "2":
             raise Trouble(
@@ -59,8 +68,9 @@ def take_over(config) -> tuple:
     return config, said
 
 
-def _alone(config, in_ram: list[str]) -> tuple:
-    """`take_over` of one process, which has nobody to share with: an optimizer that is to wait in RAM does, by the trainer's own means."""
+def _alone(config: TrainingConfig, in_ram: list[str]) -> tuple:
+    """`read_launcher_environment` of one process, which has nobody to share with: an optimizer that is to wait in RAM
+    does, by the trainer's own means."""
     words = ["There is one process, so nothing is spread."]
     if "optimizer" in in_ram:
         memory = dataclasses.replace(config.memory, enable_optimizer_cpu_offload=True)
@@ -72,30 +82,46 @@ def _alone(config, in_ram: list[str]) -> tuple:
 
 
 SPREADS = {
-    1: "the optimizer's state; gradients and weights are spread as well, so a process holds less than asked between steps",
-    2: "the optimizer's state and gradients; weights are spread as well, so a process holds less than asked between steps",
+    1: (
+        "the optimizer's state; gradients and weights are spread as well, so a process holds less than asked between "
+        "steps"
+    ),
+    2: (
+        "the optimizer's state and gradients; weights are spread as well, so a process holds less than asked between "
+        "steps"
+    ),
     3: "the optimizer's state, gradients and weights, and so it is done",
 }
 
 
-def _instead_of_deepspeed(stage: int, places: dict[str, str]) -> str:
+def _zero_by_fsdp2(stage: int, places: dict[str, str]) -> str:
     """What is done for a stage of ZeRO and why, and what else of DeepSpeed's configuration is not taken."""
     if stage == 0:
         words = [
-            "ZeRO stage 0 spreads nothing: each process holds all weights, and torch's DDP, not DeepSpeed's engine, averages gradients."
+            (
+                "ZeRO stage 0 spreads nothing: each process holds all weights, and torch's DDP, not DeepSpeed's "
+                "engine, "
+                "averages gradients."
+            )
         ]
     else:
         words = [
-            f"ZeRO stage {stage} is carried out by torch's FSDP2, not by DeepSpeed's engine. It asks to spread {SPREADS[stage]}."
+            (
+                f"ZeRO stage {stage} is carried out by torch's FSDP2, not by DeepSpeed's engine. It asks to spread "
+                f"{SPREADS[stage]}."
+            )
         ]
         if stage < 3:
             words.append(
                 "A gathered block stays until the backward pass is over, except where most of the weights are frozen."
             )
         words.append(
-            "The reason: of two and of four processes each held less than with that engine, between steps and within them, but for "
-            "a LoRA under ZeRO-3 within a step (two thirds of a block more: a gathered block is there twice for a moment). Losses are "
-            "those of one process but for rounding (1e-6 in float32, 1e-4 in bf16), adapters train in float32 beside frozen weights in "
+            "The reason: of two and of four processes each held less than with that engine, between steps and within "
+            "them, but for "
+            "a LoRA under ZeRO-3 within a step (two thirds of a block more: a gathered block is there twice for a "
+            "moment). Losses are "
+            "those of one process but for rounding (1e-6 in float32, 1e-4 in bf16), adapters train in float32 beside "
+            "frozen weights in "
             "bf16, states are gone on with by any number of processes, and no further package is needed."
         )
     if stage and places["optimizer"] in ("cpu", "nvme") and places["param"] not in ("cpu", "nvme"):
@@ -133,8 +159,8 @@ def _read(file: str) -> dict:
 
 
 def _zero() -> tuple[int, dict[str, str]]:
-    """DeepSpeed's stage, and the places of "param" and "optimizer" ("none", "cpu", "nvme"): from its JSON file, if the configuration names
-    one, or from the configuration. Raises Trouble."""
+    """DeepSpeed's stage, and the places of "param" and "optimizer" ("none", "cpu", "nvme"): from its JSON file, if the
+    configuration names one, or from the configuration. Raises Trouble."""
     file = _config_file()
     if file:
         said = _read(file).get("zero_optimization", {"stage": 0})  # without it, DeepSpeed spreads nothing
@@ -160,7 +186,7 @@ def _zero() -> tuple[int, dict[str, str]]:
     return int(stage), places
 
 
-def check(config, *, kept, quantized) -> None:
+def check(config: TrainingConfig, *, kept, quantized) -> None:
     """Raises Trouble for what cannot be spread."""
     if not asked():
         return
@@ -169,13 +195,20 @@ def check(config, *, kept, quantized) -> None:
         name = sorted({*kept, *quantized})[0]
         raise Trouble(
             "bad_value",
-            f"The weights of {name} are spread over the processes; they cannot be in FP8, quantized or offloaded as well.",
+            (
+                f"The weights of {name} are spread over the processes; they cannot be in FP8, quantized or offloaded "
+                "as "
+                "well."
+            ),
             hint="Leave out --fp8_models, --quant_options and offloading, or launch without that configuration.",
         )
     if memory.enable_optimizer_cpu_offload:
         raise Trouble(
             "bad_value",
-            "Where weights are spread, the optimizer's place is said in the launcher's configuration, not by --enable_optimizer_cpu_offload.",
+            (
+                "Where weights are spread, the optimizer's place is said in the launcher's configuration, not by "
+                "--enable_optimizer_cpu_offload."
+            ),
             hint="Use the configuration's own offload.",
         )
     if training.mixed_precision == "fp16":
@@ -186,8 +219,9 @@ def check(config, *, kept, quantized) -> None:
         )
 
 
-def spread(learner: nn.Module, accelerator) -> None:
-    """Spreads the weights of every part over all processes: what computes gathers a block at a time, and then the rest of the part.
+def spread(learner: TrainingModule, accelerator: Accelerator) -> None:
+    """Spreads the weights of every part over all processes: what computes gathers a block at a time, and then the rest
+    of the part.
 
     With "in_ram" the pieces wait in RAM, and so do gradients and optimizer.
     """
@@ -195,14 +229,16 @@ def spread(learner: nn.Module, accelerator) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     wanted, device = json.loads(os.environ[OURS]), accelerator.device.type
-    options = {
+    options: dict[str, Any] = {
         "mesh": init_device_mesh(device, (accelerator.num_processes,)),
         "offload_policy": CPUOffloadPolicy() if wanted["in_ram"] and device != "cpu" else OffloadPolicy(),
     }
     for part in learner.parts.values():
-        # Wide weights are gathered in what is computed with; cast by autocast, each would have a copy until the backward pass is over.
+        # Wide weights are gathered in what is computed with; cast by autocast, each would have a copy until the
+        # backward pass is over.
         wide = _is_wider(part, learner.dtype)
-        # Whole frozen weights beside their pieces would be more than whole ones alone, which is what DeepSpeed's first two stages hold.
+        # Whole frozen weights beside their pieces would be more than whole ones alone, which is what DeepSpeed's first
+        # two stages hold.
         options["reshard_after_forward"] = wanted["again"] or (wanted.get("no_more", False) and _is_mostly_frozen(part))
         options["mp_policy"] = (
             MixedPrecisionPolicy(param_dtype=learner.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -216,7 +252,7 @@ def spread(learner: nn.Module, accelerator) -> None:
     if wanted[
         "summed_whole"
     ]:  # accelerate asks for it where gradients are summed over several turns; else each turn's are spread at once
-        learner.no_sync = lambda: _without_sync(learner)
+        learner.__dict__["no_sync"] = lambda: _without_sync(learner)  # a method of this one module
 
 
 def _is_mostly_frozen(part: nn.Module) -> bool:
@@ -235,46 +271,52 @@ def _on(name: str) -> bool:
 
 
 @contextlib.contextmanager
-def _without_sync(learner: nn.Module) -> Iterator[None]:
+def _without_sync(learner: TrainingModule) -> Iterator[None]:
+    from torch.distributed.fsdp import FSDPModule
+
     for part in learner.parts.values():
-        part.set_requires_gradient_sync(False)
+        cast(FSDPModule, part).set_requires_gradient_sync(False)
     try:
         yield
     finally:
         for part in learner.parts.values():
-            part.set_requires_gradient_sync(True)
+            cast(FSDPModule, part).set_requires_gradient_sync(True)
 
 
-def whole(value):
-    """`value` (a tensor, or lists and dicts of them) with every spread tensor put together, in RAM. All processes must call it."""
-    if isinstance(value, dict):
-        return {key: whole(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(whole(one) for one in value)
-    return value.full_tensor().cpu() if _is_spread(value) else value
+def whole(value: T) -> T:
+    """`value` (a tensor, or lists and dicts of them) with every spread tensor put together, in RAM. All processes must
+    call it."""
+    given: Any = value
+    if isinstance(given, dict):
+        return cast(T, {key: whole(one) for key, one in given.items()})
+    if isinstance(given, list | tuple):
+        return cast(T, type(given)(whole(one) for one in given))
+    return given.full_tensor().cpu() if _is_spread(given) else given
 
 
 @torch.no_grad()
 def fill(weight: torch.Tensor, values: torch.Tensor) -> None:
     """Gives `weight` the numbers of the whole tensor `values`."""
-    weight.copy_(spread_like(values, weight))
+    weight.copy_(shard_like(values, weight))
 
 
-def spread_like(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def shard_like(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This process's piece of `values` where `like` is spread; `values` itself where it is not."""
     if not _is_spread(like):
         return values
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(values.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    spread: Any = like  # a DTensor
+    return distribute_tensor(values.to(like.device), spread.device_mesh, spread.placements, src_data_rank=None)
 
 
-def spread_state(saved: dict, optimizer: torch.optim.Optimizer) -> dict:
-    """A whole state of an optimizer as that `optimizer` keeps it: tensors of a weight's shape are spread as the weight is."""
+def shard_optimizer_state(saved: dict, optimizer: torch.optim.Optimizer) -> dict:
+    """A whole state of an optimizer as that `optimizer` keeps it: tensors of a weight's shape are spread as the weight
+    is."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     state = {
         index: {
-            name: spread_like(value, weights[index])
+            name: shard_like(value, weights[index])
             if torch.is_tensor(value) and value.shape == weights[index].shape
             else value
             for name, value in values.items()

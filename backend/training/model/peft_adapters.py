@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -22,7 +23,8 @@ ADAPTER = "default"  # peft's name for it inside the module
 
 
 def add_adapter(module: torch.nn.Module, adapter: ResolvedAdapter) -> None:
-    """Puts the adapter into `module`, its part's network, in place: its weights are float32 and train, all others do not."""
+    """Puts the adapter into `module`, its part's network, in place: its weights are float32 and train, all others do
+    not."""
     peft = lazy_imports.import_module("peft")
     from backend.engine.lora import low_memory_linear
 
@@ -37,7 +39,8 @@ def add_adapter(module: torch.nn.Module, adapter: ResolvedAdapter) -> None:
 
 
 def _keep_zero_rows(module: torch.nn.Module) -> None:
-    """A row of zeros in the base stays one under DoRA: its magnitude is 0, and peft would divide that by its norm, 0 too."""
+    """A row of zeros in the base stays one under DoRA: its magnitude is 0, and peft would divide that by its norm, 0
+    too."""
     for layer in module.modules():
         for dora in getattr(layer, "lora_magnitude_vector", {}).values():
             dora.get_weight_norm = functools.partial(_norm_to_divide_by, dora.get_weight_norm)
@@ -62,7 +65,7 @@ def _peft_config(adapter: ResolvedAdapter):
 
 
 def adapter_state(
-    adapter: ResolvedAdapter, weights: dict[str, torch.Tensor], *, dtype: torch.dtype
+    adapter: ResolvedAdapter, weights: Mapping[str, torch.Tensor], *, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """The adapter as it is written: module names, no adapter name, and alpha wherever the factor is not 1.
 
@@ -103,7 +106,8 @@ def peft_metadata(adapter: ResolvedAdapter, family: Family) -> dict[str, str]:
 def load_file_adapter(
     adapter: ResolvedAdapter, weights: dict[str, torch.nn.Parameter], path: Path, *, flag: str = "lora_checkpoint"
 ) -> int:
-    """`load_adapter` from a file: its alpha may lie in its metadata or in a configuration beside it, its factors in 8 bits with scales.
+    """`load_adapter` from a file: its alpha may lie in its metadata or in a configuration beside it, its factors in 8
+    bits with scales.
 
     Raises Trouble too where its rotations (OFT) are meant otherwise than this run's.
     """
@@ -124,7 +128,10 @@ def load_file_adapter(
             how = "Cayley's map" if theirs.exact else f"a series of {theirs.terms} terms"
             raise Trouble(
                 "bad_value",
-                f"The rotations in {path.name} are meant by {how}{', projected' if theirs.projected else ''}; this run's are not.",
+                (
+                    f"The rotations in {path.name} are meant by {how}{', projected' if theirs.projected else ''}; this "
+                    "run's are not."
+                ),
                 hint="Begin anew, or bake the file into the model and train on that.",
             )
     stored = {key: source.read(key) for key in keys}
@@ -176,7 +183,10 @@ def _check_strength(adapter: ResolvedAdapter, module: str, stored: dict[str, tor
         raise Trouble(
             "bad_value",
             f"The LoRA to begin from has alpha {alpha:g} for {module}, this run {ours:g}.",
-            hint=f"Set --lora_alpha {alpha / math.sqrt(adapter.rank_of(module)) if adapter.algorithm == 'rslora' else alpha:g}.",
+            hint=(
+                "Set --lora_alpha "
+                f"{alpha / math.sqrt(adapter.rank_of(module)) if adapter.algorithm == 'rslora' else alpha:g}."
+            ),
         )
 
 

@@ -1,4 +1,4 @@
-"""What reads words and pictures for a run's text encoder: its tokenizer and, of a model that edits, its processor of pictures."""
+"""Locate the tokenizers and, for image editing models, the image processor of a run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 from backend.catalog.hub.download import resolve
 from backend.catalog.models import model_folder
 from backend.schema.messages import Trouble
+from backend.schema.training.config import ModelSection
 from backend.schema.untrusted import exists, is_folder
-from backend.training.model.base_model import Base
+from backend.training.model.base_model import BaseModel
 
 
-def tokenizer_folders(section, base: Base) -> dict[str, Path]:
-    """Name -> folder of each of the family's tokenizers: the one that the config names, of the first, or those beside the model or one of its
-    parts. Raises Trouble where there is none."""
+def tokenizer_folders(section: ModelSection, base: BaseModel) -> dict[str, Path]:
+    """Name -> folder of each of the family's tokenizers: the one that the config names, of the first, or those beside
+    the model or one of its parts. Raises Trouble where there is none."""
     first = next(iter(base.family.TOKENIZERS))
     return {
         name: _folder(
@@ -29,14 +30,14 @@ def tokenizer_folders(section, base: Base) -> dict[str, Path]:
     }
 
 
-def processor_folder(section, base: Base) -> Path:
+def processor_folder(section: ModelSection, base: BaseModel) -> Path:
     """The processor in the same way."""
     usual = base.family.EDITS[base.spec.variant].usual_processor
     own = base.spec.processor or _beside(base, model_folder.processor_in)
     return _folder("processor", section.processor_path, own, usual, base)
 
 
-def _folder(kind: str, named: str | None, own: Path | None, usual: tuple, base: Base) -> Path:
+def _folder(kind: str, named: str | None, own: Path | None, usual: tuple, base: BaseModel) -> Path:
     found = _named(named) if named else own
     if found is None and base.entries and usual:
         return resolve(*usual)[0]
@@ -56,7 +57,7 @@ def _named(text: str) -> Path:
     return resolve(model, pattern)[0]
 
 
-def _beside(base: Base, look: Callable[[Path], Path | None]) -> Path | None:
+def _beside(base: BaseModel, look: Callable[[Path], Path | None]) -> Path | None:
     """What `look` finds in the folder of any part's model, for parts that were given one by one."""
     roots = [file.parent.parent for part in base.spec.parts.values() for file in part.files[:1]]
     return next((found for root in roots if (found := look(root)) is not None), None)

@@ -1,4 +1,4 @@
-"""The module that trains: the parts whose weights change (and those they flow through), from noisy latents to a loss."""
+"""The training module: forward pass from noisy latents and conditioning to the weighted loss."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from types import MappingProxyType
 import torch
 
 from backend.catalog.family import Conditioning, DrawSettings, Family
+from backend.schema.training.config import LossSection
 from backend.training.model.flow_matching_loss import Draws, errors, level_weight
 
 
 @dataclass(frozen=True)
-class Material:
-    """What one batch needs. `encodings` are the family's, one per sample, or None where `prompts` (and `pictures`) are to be encoded now."""
+class TrainingBatch:
+    """What one batch needs. `encodings` are the family's, one per sample, or None where `prompts` (and `pictures`) are
+    to be encoded now."""
 
     latents: torch.Tensor  # (B, C, h, w)
     prompts: tuple[str, ...]
@@ -28,7 +30,7 @@ class Material:
     pictures: list[tuple] | None = None  # of each sample, the same as PIL pictures, where they are still to be seen
     levels: torch.Tensor | None = None  # (N + 1,): draw from noise in these N steps, and learn the picture at their end
 
-    def to(self, device: torch.device) -> Material:
+    def to(self, device: torch.device) -> TrainingBatch:
         def move(value):
             return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
 
@@ -50,7 +52,7 @@ class Material:
         )
 
 
-class Learner(torch.nn.Module):
+class TrainingModule(torch.nn.Module):
     """Holds parts under their own names, so that parameters are called `parts.dit.…`.
 
     `forward(material, loss)` gives (weighted sum over the samples of the batch, detached losses of the samples).
@@ -61,77 +63,82 @@ class Learner(torch.nn.Module):
         family: Family,
         parts: dict[str, torch.nn.Module],
         *,
-        readers: Mapping[str, object] = MappingProxyType({}),
+        processors: Mapping[str, object] = MappingProxyType({}),
         dtype: torch.dtype,
     ):
-        """`readers`: tokenizers by their names, and of models that work from pictures "processor"."""
+        """`processors`: tokenizers by their names, and of models that work from pictures "processor"."""
         super().__init__()
+        self._ddp_params_and_buffers_to_ignore: list[str] = []  # the name that torch's DDP looks for
         self.parts = torch.nn.ModuleDict(parts)
-        self.family, self.readers, self.dtype = family, dict(readers), dtype
-        self.lean = False  # the adapters compute in `dtype` by themselves
-        self.casts = False  # casting is left to this module, not to what wraps it
+        self.family, self.processors, self.dtype = family, dict(processors), dtype
+        self.adapters_cast = False  # the adapters compute in `dtype` by themselves
+        self.autocasts = False  # casting is left to this module, not to what wraps it
 
     def named_parts(self) -> dict:
-        return {**self.parts, **self.readers}
+        return {**self.parts, **self.processors}
 
-    def _casting(self, device: torch.device):
-        """With lean adapters the network computes as when a picture is drawn; other weights that train are float32 and need autocast."""
-        return torch.autocast(device.type, enabled=False) if self.lean else self._own_casting(device)
+    def _autocast(self, device: torch.device):
+        """With lean adapters the network computes as when a picture is drawn; other weights that train are float32 and
+        need autocast."""
+        return torch.autocast(device.type, enabled=False) if self.adapters_cast else self._own_autocast(device)
 
-    def _own_casting(self, device: torch.device):
-        wanted = self.casts and self.dtype != torch.float32
+    def _own_autocast(self, device: torch.device):
+        wanted = self.autocasts and self.dtype != torch.float32
         return torch.autocast(device.type, dtype=self.dtype) if wanted else contextlib.nullcontext()
 
-    def condition(self, material: Material) -> Conditioning:
-        device, settings = material.latents.device, material.settings
-        encodings = material.encodings
+    def condition(self, inputs: TrainingBatch) -> Conditioning:
+        """The batch's conditioning: prompt embeddings (encoded now where the text encoder trains) and reference
+        latents."""
+        device, settings = inputs.latents.device, inputs.settings
+        encodings = inputs.encodings
         if encodings is None:
-            encoders = self.family.parts_of("text", settings.variant, pictures=bool(material.pictures))
+            encoders = self.family.parts_of("text", settings.variant, pictures=bool(inputs.pictures))
             weights = (weight for name in encoders for weight in self.parts[name].parameters())
             frozen = not any(weight.requires_grad for weight in weights)
             with torch.no_grad() if frozen else contextlib.nullcontext():
-                seen = {"pictures": material.pictures} if material.pictures else {}
+                seen = {"pictures": inputs.pictures} if inputs.pictures else {}
                 encodings = self.family.encode_text(
-                    self.named_parts(), list(material.prompts), device=device, variant=settings.variant, **seen
+                    self.named_parts(), list(inputs.prompts), device=device, variant=settings.variant, **seen
                 )
         encodings = [{name: self._in_dtype(value) for name, value in one.items()} for one in encodings]
-        if material.references is not None:
-            encodings = [{**one, "references": some} for one, some in zip(encodings, material.references, strict=True)]
+        if inputs.references is not None:
+            encodings = [{**one, "references": some} for one, some in zip(encodings, inputs.references, strict=True)]
         return self.family.collate(encodings, settings, device=device)
 
     def _in_dtype(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(self.dtype) if value.is_floating_point() else value
 
-    def forward(self, material: Material, loss) -> tuple[torch.Tensor, torch.Tensor]:
-        family, settings, latents = self.family, material.settings, material.latents
-        noise, sigma = material.draws.noise, material.draws.sigma
-        with self._own_casting(latents.device):
-            condition = self.condition(material)
-        if material.levels is not None:
-            each = errors(self._drawn(material, material.levels, condition), latents, material.mask)
-            return (each * material.weights).sum(), each.detach()
+    def forward(self, inputs: TrainingBatch, loss: LossSection) -> tuple[torch.Tensor, torch.Tensor]:
+        """(weighted sum of the losses: scalar float32 with gradient, detached loss of each sample: (B,) float32)."""
+        family, settings, latents = self.family, inputs.settings, inputs.latents
+        noise, sigma = inputs.draws.noise, inputs.draws.sigma
+        with self._own_autocast(latents.device):
+            condition = self.condition(inputs)
+        if inputs.levels is not None:
+            each = errors(self._drawn(inputs, inputs.levels, condition), latents, inputs.mask)
+            return (each * inputs.weights).sum(), each.detach()
         x = family.noised(latents, noise, sigma, settings).to(self.dtype)
-        with self._casting(x.device):
+        with self._autocast(x.device):
             prediction = family.predict(self.named_parts(), x, sigma, condition, part=self.part)
-        each = errors(prediction, family.target(latents, noise, sigma, settings), material.mask)
+        each = errors(prediction, family.target(latents, noise, sigma, settings), inputs.mask)
         said = family.prediction(settings.variant, settings.scheduler)
         each = each * level_weight(sigma, loss, family.TRAINING_SCHEDULE, said)
-        return (each * material.weights).sum(), each.detach()
+        return (each * inputs.weights).sum(), each.detach()
 
     @property
     def part(self) -> str:
         """The network that predicts."""
         return next(name for name in self.parts if self.family.PARTS[name].phase == "denoise")
 
-    def _drawn(self, material: Material, levels: torch.Tensor, condition: Conditioning) -> torch.Tensor:
+    def _drawn(self, inputs: TrainingBatch, levels: torch.Tensor, condition: Conditioning) -> torch.Tensor:
         """The picture that the student draws in its few steps, between `levels` (N + 1,); gradients pass through all of
         them."""
-        settings = material.settings
-        x = self.family.initial(material.draws.noise, levels, settings)
+        settings = inputs.settings
+        x = self.family.initial(inputs.draws.noise, levels, settings)
         for step in range(len(levels) - 1):
             sigma = levels[step].expand(len(x))
             at = x.to(self.dtype)
-            with self._casting(x.device):
+            with self._autocast(x.device):
                 prediction = self.family.predict(self.named_parts(), at, sigma, condition, part=self.part)
             slope = self.family.derivative(prediction, at, sigma, settings)
             x = x + (levels[step + 1] - levels[step]) * slope.float()

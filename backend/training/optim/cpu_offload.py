@@ -1,7 +1,7 @@
-"""An optimizer that works in RAM: its state, its copy of the weights and its arithmetic are on the CPU.
+"""Optimizer CPU offload: optimizer state, master weights and the optimizer step are on the CPU, as in ZeRO-Offload.
 
-The gradients leave the card in chunks on a stream of their own; while the CPU steps on one chunk the next arrives and the last one's new
-weights go back. On a CPU all of that is one chunk and no copy but the weights'.
+The gradients leave the card in chunks on a stream of their own; while the CPU steps on one chunk the next arrives and
+the last one's new weights go back. On a CPU all of that is one chunk and no copy but the weights'.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ import torch
 CHUNK_BYTES = 64 * 2**20
 
 
-class Beside:
-    """Copies of `weights` in RAM, which the optimizers are made for; `step` has them step and brings the weights back."""
+class OptimizerCpuOffload:
+    """Optimizer state CPU offload: the optimizers step on copies of `weights` in RAM; `step` copies the new weights
+    back.
+
+    `weights` are `part.parameter` names with parameters of any shape and dtype; copies and gradients have the same.
+    """
 
     def __init__(self, weights: dict[str, torch.nn.Parameter], *, chunk_bytes: int = CHUNK_BYTES):
         self.weights = weights
@@ -96,6 +100,7 @@ def _chunks(weights: dict[str, torch.nn.Parameter], most_bytes: int) -> list[lis
 
 
 def _steps_by_weight(optimizer) -> bool:
-    """Whether a step of some weights, and then of others, is one step of all: not where one number is kept for all, as in Prodigy."""
+    """Whether a step of some weights, and then of others, is one step of all: not where one number is kept for all, as
+    in Prodigy."""
     kind = type(getattr(optimizer, "optimizer", optimizer))
     return kind.__module__.startswith(("torch.optim", "backend.training"))

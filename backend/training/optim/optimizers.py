@@ -1,4 +1,4 @@
-"""Optimizers by name, what each weight's learning rate is at a step, and the running mean of the weights."""
+"""Optimizers by name, learning rate schedules (warm-up, cosine, ...), and EMA, the running mean of the weights."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from backend.planner.costs.optimizers import (
 )
 from backend.schema.allowed_classes import class_of
 from backend.schema.messages import Trouble
+from backend.schema.training.config import TrainingSection
 from backend.schema.training.method import OPTIMIZER_PACKAGES
 
 
-def make_optimizers(weights: dict[str, torch.nn.Parameter], section) -> list[torch.optim.Optimizer]:
+def make_optimizers(weights: dict[str, torch.nn.Parameter], section: TrainingSection) -> list[torch.optim.Optimizer]:
     """One optimizer, or two for muon: Muon on the matrices of blocks, AdamW for everything else.
 
-    `weights` are `part.parameter` names. A group is called by its part and remembers its full rate as `initial_lr` and its `schedule`.
+    `weights` are `part.parameter` names. A group is called by its part and remembers its full rate as `initial_lr` and
+    its `schedule`.
     """
     check_named(section)
     check_arguments(section)
@@ -43,9 +45,9 @@ def make_optimizers(weights: dict[str, torch.nn.Parameter], section) -> list[tor
     return [_make(class_name(name), weights, rates, kinds, section.weight_decay, arguments, custom=custom)]
 
 
-def check_optimizer(section, parts: Iterable[str]) -> None:
-    """Raises Trouble for an optimizer that is none, may not be used or does not take what it is told, before anything is loaded: it is made
-    over two small weights of each of the `parts`, a block's matrix and another."""
+def check_optimizer(section: TrainingSection, parts: Iterable[str]) -> None:
+    """Raises Trouble for an optimizer that is none, may not be used or does not take what it is told, before anything
+    is loaded: it is made over two small weights of each of the `parts`, a block's matrix and another."""
     shapes = {"blocks.0.weight": (2, 2), "bias": (2,)}
     make_optimizers(
         {f"{part}.{name}": torch.nn.Parameter(torch.zeros(shape)) for part in parts for name, shape in shapes.items()},
@@ -89,8 +91,8 @@ def _make(
 
 
 def find_class(dotted: str, *, custom: bool = False) -> type:
-    """The optimizer class behind a dotted name. Raises Trouble where there is none, and for one of a package that is not listed before
-    that is imported; `custom`: any package will do."""
+    """The optimizer class behind a dotted name. Raises Trouble where there is none, and for one of a package that is
+    not listed before that is imported; `custom`: any package will do."""
     package, _, name = dotted.rpartition(".")
     try:
         kind = class_of(package, name, packages=(package,) if custom else OPTIMIZER_PACKAGES)
@@ -105,8 +107,9 @@ def find_class(dotted: str, *, custom: bool = False) -> type:
     return kind
 
 
-def rate_factor(step: int, total: int, section, kind: str | None = None) -> float:
-    """What the full rate is multiplied by at `step` (0 is the first) of `total`; `kind`: by that schedule instead of the general one."""
+def rate_factor(step: int, total: int, section: TrainingSection, kind: str | None = None) -> float:
+    """The learning rate schedule: what the full rate is multiplied by at `step` (0 is the first) of `total`; `kind`: by
+    that schedule instead of the general one."""
     warm = section.lr_warmup_steps
     rise = min(1.0, (step + 1) / warm) if warm else 1.0
     done = min(max((step - warm) / max(total - warm, 1), 0.0), 1.0)
@@ -130,8 +133,11 @@ def set_rates(optimizers: list[torch.optim.Optimizer], factor: Callable[[str | N
     return optimizers[0].param_groups[0]["lr"]
 
 
-class Mean:
-    """The running mean of weights (float32). The first steps count less, so that a short run is not held back by its start."""
+class EMA:
+    """EMA: the exponential moving average of the weights (float32, shapes as the weights').
+
+    The decay is warmed up, min(decay, (1 + step) / (10 + step)), so that a short run is not held back by its start.
+    """
 
     def __init__(self, weights: dict[str, torch.nn.Parameter], decay: float):
         self.decay, self.weights = decay, weights
@@ -145,7 +151,7 @@ class Mean:
     def update(self, step: int) -> None:
         """`step` counts from 1."""
         keep = min(self.decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(
+        torch._foreach_lerp_(  # pyright: ignore[reportPrivateImportUsage]: torch has no public name for it
             list(self.values.values()), [weight.detach().float() for weight in self.weights.values()], 1 - keep
         )
 

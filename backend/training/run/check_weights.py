@@ -1,4 +1,4 @@
-"""Files that a run begins from, tried on networks without weights: what does not fit is told before anything is loaded or encoded."""
+"""Check LoRA and checkpoint files against networks on the meta device, before anything is loaded or encoded."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from backend.engine.lora.adapters import Adapters
 from backend.planner.rules.resolve_training import ResolvedAdapter, ResolvedTraining
 from backend.schema.training.config import TrainingConfig
 from backend.training.checkpoint.state import list_states
-from backend.training.model.base_model import Base
+from backend.training.model.base_model import BaseModel
 from backend.training.model.peft_adapters import add_adapter, load_file_adapter
 from backend.training.run.resume import check_result, check_state
 
 
-def rehearse(config: TrainingConfig, resolved: ResolvedTraining, base: Base, folder: Path) -> None:
-    """Raises Trouble for a preset LoRA, a LoRA to begin from, and a state or result to go on from that are not of this model or these
-    settings. `folder`: the run's own, whose newest state "latest" is."""
+def check_weight_files(config: TrainingConfig, resolved: ResolvedTraining, base: BaseModel, folder: Path) -> None:
+    """Raises Trouble for a preset LoRA, a LoRA to begin from, and a state or result to go on from that are not of this
+    model or these settings. `folder`: the run's own, whose newest state "latest" is."""
     lora, resume = config.lora, _resumed(config.output.resume_from_checkpoint, folder)
     if lora.preset_lora_path:
         part = config.preset_part
@@ -60,7 +60,7 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _what_trains(
-    resolved: ResolvedTraining, base: Base
+    resolved: ResolvedTraining, base: BaseModel
 ) -> tuple[ResolvedAdapter | None, dict[str, torch.nn.Parameter]]:
     """The adapter, if there is one, and `part.parameter` -> what trains, on the meta device."""
     weights, adapter = {}, resolved.adapter

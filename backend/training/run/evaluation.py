@@ -1,4 +1,4 @@
-"""What shows how a run goes on: samples, the loss on pictures kept aside, memory."""
+"""Evaluation while training: sample images, the validation loss on held-out images, memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from backend.dataset.generated_prompts import EMPTY
 from backend.engine.devices.oom_retry import attempt
 from backend.planner.rules.check_training import strengths_of
 from backend.schema.messages import Trouble
-from backend.training.encoding.conditioning import encode_told
+from backend.training.encoding.conditioning import encode_prompts
 from backend.training.encoding.draw import draw_latents, drawing, save_sample
 from backend.training.encoding.sample_source import Sample
 from backend.training.model import fsdp
@@ -27,18 +27,18 @@ VALIDATION_LEVELS = (0.2, 0.5, 0.8, 0.95)  # noise levels; the noise of each pic
 
 
 def draw_samples(run: Run, step: int) -> None:
-    """Draws the sample prompts by the first process, with the running mean's weights where there is one."""
+    """Generates the sample images on the main process, with the EMA weights where there is an EMA."""
     samples = run.source.samples
-    if samples and (run.first or fsdp.asked()):  # weights that are spread are put together by all
+    if samples and (run.is_main_process or fsdp.asked()):  # weights that are spread are put together by all
         run.reporter.phase("sampling")
-        if run.mean:
-            run.mean.swap()
+        if run.ema:
+            run.ema.swap()
         try:
             with run.peaks.sample(), drawing(run.learner):
                 _draw_all(run, step)
         finally:
-            if run.mean:
-                run.mean.swap()
+            if run.ema:
+                run.ema.swap()
         run.reporter.phase("training", 1, 1)
     if samples:
         run.accelerator.wait_for_everyone()
@@ -47,7 +47,7 @@ def draw_samples(run: Run, step: int) -> None:
 def _draw_all(run: Run, step: int) -> None:
     strengths = strengths_of(run.config.samples)
     for strength in strengths:
-        with at_strength(run.learner, strength):
+        with adapter_scaled(run.learner, strength):
             for number, sample in enumerate(run.source.samples):
                 said = f"{number}" if len(strengths) == 1 else f"{number}-strength-{strength:g}"
                 _draw_one(run, step, number, sample, strength, f"{said}.png")
@@ -55,7 +55,7 @@ def _draw_all(run: Run, step: int) -> None:
 
 
 @contextlib.contextmanager
-def at_strength(module: torch.nn.Module, strength: float) -> Iterator[None]:
+def adapter_scaled(module: torch.nn.Module, strength: float) -> Iterator[None]:
     """The adapter in `module`, if there is one, counting `strength` times as much."""
     found = [getattr(inner, "scaling", None) for inner in module.modules()]
     found = [
@@ -80,7 +80,7 @@ def _draw_one(run: Run, step: int, number: int, sample: Sample, strength: float,
         positive, negative = (source.text(*one) for one in told)
     else:
         with torch.autocast(run.device.type, dtype=run.dtype, enabled=run.dtype != torch.float32):
-            positive, negative = encode_told(told, parts, source, run.base)
+            positive, negative = encode_prompts(told, parts, source, run.base)
     positive, negative = (source.with_references(one, sample.references) for one in (positive, negative))
     seed = section.sample_seed + number
 
@@ -97,14 +97,14 @@ def _draw_one(run: Run, step: int, number: int, sample: Sample, strength: float,
             together=together,
         )
 
-    latents = _on_some_rung(run, draw, step)
-    if not run.first or latents is None:
+    latents = _with_oom_fallback(run, draw, step)
+    if not run.is_main_process or latents is None:
         return
     path = run.folder / "samples" / f"step-{step:06d}" / name
     settings = {"prompt": prompt, "seed": seed, "step": step, "strength": strength, "run": run.config.output.name}
     try:
         if (
-            _on_some_rung(
+            _with_oom_fallback(
                 run, lambda whole: save_sample(family, parts, latents, path, settings, tiled=not whole) or path, step
             )
             is None
@@ -119,20 +119,24 @@ def _draw_one(run: Run, step: int, number: int, sample: Sample, strength: float,
     run.reporter.event("sample", step=step, prompt=shown, path=str(path), strength=strength)
 
 
-def _on_some_rung(run: Run, work: Callable[[bool], T], step: int) -> T | None:
-    """`work(True)`, and where memory runs out `work(False)`, which takes less; None where that is too much as well: a sample is no reason
-    to end a run. Of several processes none may be another's match here, so theirs begin anew."""
+def _with_oom_fallback(run: Run, work: Callable[[bool], T], step: int) -> T | None:
+    """`work(True)`, and where memory runs out `work(False)`, which takes less; None where that is too much as well: a
+    sample is no reason to end a run. Of several processes none may be another's match here, so theirs begin anew."""
     if run.accelerator.num_processes > 1:
         return work(True)
-    found = None if run.samples_lower else attempt(lambda: work(True))
+    found = None if run.sample_fallback else attempt(lambda: work(True))
     if found is not None:
         return found
-    if not run.samples_lower:
+    if not run.sample_fallback:
         run.reporter.note(
-            "Memory ran out while a sample was drawn; guidance is computed in two passes, and samples are decoded in tiles.",
+            (
+                "Memory ran out while a sample was drawn; guidance is computed in two passes, and samples are decoded "
+                "in "
+                "tiles."
+            ),
             step=step,
         )
-    run.samples_lower = True
+    run.sample_fallback = True
     found = attempt(lambda: work(False))
     if found is None:
         run.reporter.note(
@@ -143,10 +147,10 @@ def _on_some_rung(run: Run, work: Callable[[bool], T], step: int) -> T | None:
 
 @torch.no_grad()
 def validation_loss(run: Run) -> float:
-    """Mean error of the pictures kept aside, at fixed noise levels and noise."""
+    """The validation loss: mean loss of the held-out images, at fixed noise levels and fixed noise."""
     total = 0.0
     with drawing(run.learner):
-        for number in run.aside:
+        for number in run.validation_items:
             count = len(VALIDATION_LEVELS)
             places = tuple(-1 - number * count - turn for turn in range(count))
             alone = run.accelerator.num_processes == 1
@@ -155,16 +159,16 @@ def validation_loss(run: Run) -> float:
                 each = zip(places, VALIDATION_LEVELS, strict=True)
                 errors = [error for place, level in each for error in _errors(run, number, (place,), (level,))]
             total += sum(errors) / count
-    return total / len(run.aside)
+    return total / len(run.validation_items)
 
 
 def _errors(run: Run, number: int, places: tuple[int, ...], levels: tuple[float, ...]) -> list[float]:
     """The error of one picture at each of `levels`, with the noise of `places`."""
-    material = run.source.material(Batch(items=(number,) * len(places), places=places), scale=1.0)
-    material.draws.sigma.copy_(torch.tensor(levels))
+    inputs = run.source.load_batch(Batch(items=(number,) * len(places), places=places), scale=1.0)
+    inputs.draws.sigma.copy_(torch.tensor(levels))
     with run.accelerator.autocast():
         plain = replace(run.config.loss, loss_weighting="none")  # the levels are few and fixed: each counts as much
-        return run.learner(material.to(run.device), plain)[1].float().tolist()
+        return run.learner(inputs.to(run.device), plain)[1].float().tolist()
 
 
 def memory() -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What a run makes: tensors under the names that others read, and where they come from in the header."""
+"""Exported weights: LoRA or full weights under the names that other software reads, with metadata in the header."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from backend import __version__
 from backend.catalog.hub.part_entries import listed_paths
 from backend.schema.settings import to_values
+from backend.schema.training.config import ModelSection
 from backend.schema.untrusted import exists
 from backend.training.checkpoint.thumbnail import thumbnail_of
 from backend.training.model import fsdp
@@ -21,8 +22,9 @@ from backend.training.run.state import Run
 SAVE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def result_tensors(run: Run) -> dict[str, torch.Tensor]:
-    """What is saved as a result: the adapter and the parts that trained, under `pipe.<part>.` without the prefix to cut (`remove_prefix_in_ckpt`)."""
+def exported_tensors(run: Run) -> dict[str, torch.Tensor]:
+    """What is saved as a result: the adapter and the parts that trained, under `pipe.<part>.` without the prefix to cut
+    (`remove_prefix_in_ckpt`)."""
     dtype = SAVE_DTYPES[run.config.output.save_dtype]
     adapted = run.adapter.part if run.adapter else None
     state = {}
@@ -38,7 +40,7 @@ def result_tensors(run: Run) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
 
-def result_metadata(run: Run, *, step: int, epoch: int) -> dict[str, str]:
+def exported_metadata(run: Run, *, step: int, epoch: int) -> dict[str, str]:
     """Where a result comes from, in the header of its file; text only, without paths of this machine."""
     config, defaults = to_values(run.config), to_values(type(run.config)())
     changed = {name: value for name, value in config.items() if value != defaults[name]}
@@ -105,7 +107,7 @@ def _is_there(text: str) -> bool:
         return False
 
 
-def _model_name(section) -> str:
+def _model_name(section: ModelSection) -> str:
     if section.model_id_with_origin_paths:
         return section.model_id_with_origin_paths.partition(":")[0]
     if section.model_paths:

@@ -1,4 +1,4 @@
-"""What a run that ran out of memory does next: the same, one rung lower, from its last state."""
+"""Restart after running out of memory (OOM): the same run with the next memory fallback, from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import sys
 
 from backend.schema.messages import Trouble
+from backend.schema.training.config import TrainingConfig
+from backend.training.checkpoint.reporter import Reporter
 
 BEFORE = (
     "loading",
@@ -13,27 +15,27 @@ BEFORE = (
 )  # phases before anything trains: there is nothing to be gained from how steps are computed
 
 
-def next_rung(config, phase: str = "training") -> tuple[list[str], str] | None:
+def next_fallback(config: TrainingConfig, phase: str = "training") -> tuple[list[str], str] | None:
     """Flags that need less memory than `config` in `phase`, and a sentence; None at the foot of the ladder.
 
     Only what leaves the result as it is, or (FP8) nearly so: never the pictures' size, the batch or the rank.
     """
-    rungs = _rungs_before(config) if phase in BEFORE else _rungs(config)
+    rungs = _fallbacks_before_training(config) if phase in BEFORE else _fallbacks(config)
     return next(((flags, sentence) for possible, flags, sentence in rungs if possible), None)
 
 
-def _rungs_before(config) -> list[tuple[bool, list[str], str]]:
+def _fallbacks_before_training(config: TrainingConfig) -> list[tuple[bool, list[str], str]]:
     """Of loading and encoding: what frozen weights take."""
     whole = config.model.quant_options or config.lora.lora_algorithm == "dora"  # weights that must be there in full
     away = not config.memory.enable_model_cpu_offload and not whole
-    eight = [rung for rung in _rungs(config) if "--fp8_models" in rung[1]]
+    eight = [rung for rung in _fallbacks(config) if "--fp8_models" in rung[1]]
     return [
         (away, ["--enable_model_cpu_offload"], "keeping frozen weights away from the device until they compute"),
         *eight,
     ]
 
 
-def _rungs(config) -> list[tuple[bool, list[str], str]]:
+def _fallbacks(config: TrainingConfig) -> list[tuple[bool, list[str], str]]:
     """All rungs from the cheapest down: whether it is still to be taken here, its flags, and what it is called."""
     memory, model, part = config.memory, config.model, config.adapter_part
     checkpointing = memory.use_gradient_checkpointing or memory.use_gradient_checkpointing_offload
@@ -70,16 +72,17 @@ def _has_card() -> bool:
     return torch.accelerator.is_available()
 
 
-def out_of_memory(config, phase: str = "training") -> Trouble:
+def out_of_memory(config: TrainingConfig, phase: str = "training") -> Trouble:
     """The sentence where no process can be started anew, or nothing is left to try."""
-    found = next_rung(config, phase)
+    found = next_fallback(config, phase)
     hint = f"Add {' '.join(found[0])}." if found else "Lower --max_pixels, --batch_size or --lora_rank."
     return Trouble("out_of_memory", "The memory of the device is not enough for this run.", hint=hint)
 
 
-def go_lower(config, argv: list[str], reporter) -> None:
-    """Replaces this process by one that is a rung lower and goes on from the last state. Returns only where that cannot be."""
-    found = next_rung(config, reporter.now)
+def restart_with_fallback(config: TrainingConfig, argv: list[str], reporter: Reporter) -> None:
+    """Replaces this process by one that is a rung lower and goes on from the last state. Returns only where that cannot
+    be."""
+    found = next_fallback(config, reporter.now)
     if found is None or sys.platform == "win32" or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return
     flags, sentence = found

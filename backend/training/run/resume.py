@@ -1,7 +1,8 @@
-"""Going on from a full state, or beginning from weights; what could be taken over is said."""
+"""Resume from a training state, or begin from weights; what was restored and what was not is reported."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -9,21 +10,22 @@ import torch
 from backend.planner.costs.optimizers import arguments_of, class_name
 from backend.schema.messages import Trouble
 from backend.schema.settings import to_values
-from backend.training.checkpoint.state import list_states, load_state, set_random_state
+from backend.training.checkpoint.state import TrainingState, list_states, load_state, set_random_state
 from backend.training.model import fsdp
+from backend.training.run.state import Run
 
 _FREE = frozenset(
     {"num_epochs", "max_steps", "resume_from_checkpoint", "save_steps", "keep_checkpoints", "keep_every", "name"}
 )
 
 
-def restore(run, total_steps: int) -> int:
+def restore(run: Run, total_steps: int) -> int:
     """Restores what `resume_from_checkpoint` asks for; the step to go on from (0 for a fresh run)."""
     wanted = run.config.output.resume_from_checkpoint
     if not wanted:
         return 0
     if wanted.endswith(".safetensors"):
-        _weights_only(run, Path(wanted))
+        _begin_from_weights(run, Path(wanted))
         return 0
     path = Path(wanted)
     if wanted == "latest":
@@ -39,7 +41,7 @@ def restore(run, total_steps: int) -> int:
             f"The run is already complete: it has made {state.step} of {total_steps} steps.",
             hint="Raise --num_epochs or --max_steps to train on.",
         )
-    _check_turning(run, state)
+    _check_oft_rotation(run, state)
     _take(run, state)
     run.reporter.rewind(state.step)
     run.reporter.event("resumed", step=state.step, **_receipt(run, state))
@@ -47,8 +49,9 @@ def restore(run, total_steps: int) -> int:
     return state.step
 
 
-def _check_turning(run, state) -> None:
-    """Raises Trouble for a state of an OFT whose rotations are meant otherwise: its numbers would turn the other way."""
+def _check_oft_rotation(run: Run, state: TrainingState) -> None:
+    """Raises Trouble for a state of an OFT whose rotations are meant otherwise: its numbers would turn the other
+    way."""
     if run.adapter is None or run.adapter.algorithm != "oft":
         return
     from backend.training.run.save import facts
@@ -56,25 +59,28 @@ def _check_turning(run, state) -> None:
     if state.facts.get("turning") != facts(run)["turning"]:
         raise Trouble(
             "bad_value",
-            "The saved state holds an OFT by Cayley's map, as earlier versions trained it; this one trains PEFT's default series.",
+            (
+                "The saved state holds an OFT by Cayley's map, as earlier versions trained it; this one trains PEFT's "
+                "default series."
+            ),
             hint="Begin anew. Results of that run are read as they were meant.",
         )
 
 
 @torch.no_grad()
-def _take(run, state) -> None:
+def _take(run: Run, state: TrainingState) -> None:
     check_state({name: tuple(values.shape) for name, values in state.weights.items()}, run.weights)
     for name, weight in run.weights.items():
         fsdp.fill(weight, state.weights[name])
-    if _same_optimizer(run, state):
-        _take_optimizers(run, state)
-    if run.beside:
-        run.beside.refresh()
-    if run.mean and state.mean:
-        for name, values in run.mean.values.items():
-            fsdp.fill(values, state.mean[name])
-    elif run.mean:
-        run.mean.begin()
+    if _has_same_optimizer(run, state):
+        _load_optimizers(run, state)
+    if run.optimizer_offload:
+        run.optimizer_offload.refresh()
+    if run.ema and state.ema:
+        for name, values in run.ema.values.items():
+            fsdp.fill(values, state.ema[name])
+    elif run.ema:
+        run.ema.begin()
     if run.accelerator.scaler and state.scaler:
         run.accelerator.scaler.load_state_dict(state.scaler)
     rank = run.accelerator.process_index
@@ -82,7 +88,7 @@ def _take(run, state) -> None:
         set_random_state(state.random[rank])
 
 
-def check_state(found: dict[str, tuple[int, ...]], weights: dict[str, torch.Tensor]) -> None:
+def check_state(found: Mapping[str, tuple[int, ...]], weights: Mapping[str, torch.Tensor]) -> None:
     """Raises Trouble where a state's weights (name -> shape) are not those that train."""
     for name, weight in weights.items():
         if found.get(name) != tuple(weight.shape):
@@ -100,9 +106,10 @@ def check_state(found: dict[str, tuple[int, ...]], weights: dict[str, torch.Tens
 
 
 def check_result(
-    file: str, found: dict[str, tuple[int, ...]], weights: dict[str, torch.Tensor], *, prefix: str
+    file: str, found: Mapping[str, tuple[int, ...]], weights: Mapping[str, torch.Tensor], *, prefix: str
 ) -> dict[str, str]:
-    """Each weight that trains -> its name in a result (name -> shape) of whole parts. Raises Trouble where one is missing."""
+    """Each weight that trains -> its name in a result (name -> shape) of whole parts. Raises Trouble where one is
+    missing."""
     named = {
         name: next((key for key in (f"pipe.{name}".removeprefix(prefix), f"pipe.{name}", name) if key in found), "")
         for name in weights
@@ -117,14 +124,15 @@ def check_result(
     return named
 
 
-def _same_optimizer(run, state) -> bool:
+def _has_same_optimizer(run: Run, state: TrainingState) -> bool:
     """Whether the state's moments mean something to this run's optimizer."""
     now = run.config.training.customized_optimizer
     return class_name(state.facts.get("config", {}).get("customized_optimizer", now)) == class_name(now)
 
 
-def _take_optimizers(run, state) -> None:
-    """The moments of the state. What the settings say of a group (rate, schedule, decay, arguments) rules over what the state says."""
+def _load_optimizers(run: Run, state: TrainingState) -> None:
+    """The moments of the state. What the settings say of a group (rate, schedule, decay, arguments) rules over what the
+    state says."""
     then = state.facts.get("config", {}).get("optimizer_args")
     named = {
         "initial_lr",
@@ -135,17 +143,17 @@ def _take_optimizers(run, state) -> None:
     }
     for optimizer, saved in zip(run.optimizers, state.optimizers, strict=True):
         ours = [{name: group[name] for name in named & group.keys()} for group in optimizer.param_groups]
-        optimizer.load_state_dict(fsdp.spread_state(saved, optimizer))
+        optimizer.load_state_dict(fsdp.shard_optimizer_state(saved, optimizer))
         for group, values in zip(optimizer.param_groups, ours, strict=True):
             group.update(values)
 
 
-def _receipt(run, state) -> dict[str, list[str]]:
+def _receipt(run: Run, state: TrainingState) -> dict[str, list[str]]:
     """What was restored and what was not, in words."""
     restored, lacking = ["weights", "step"], []
-    (restored if _same_optimizer(run, state) else lacking).append("optimizer")
-    if run.mean:
-        (restored if state.mean else lacking).append("running mean")
+    (restored if _has_same_optimizer(run, state) else lacking).append("optimizer")
+    if run.ema:
+        (restored if state.ema else lacking).append("running mean")
     (restored if len(state.random) >= run.accelerator.num_processes else lacking).append("random state")
     same = state.facts.get("processes") == run.accelerator.num_processes
     from backend.training.run.save import facts
@@ -167,7 +175,7 @@ def _plain(value):
 
 
 @torch.no_grad()
-def _weights_only(run, path: Path) -> None:
+def _begin_from_weights(run: Run, path: Path) -> None:
     """Begins from the weights in a result's file, with a fresh optimizer."""
     from safetensors.torch import load_file
 
@@ -175,19 +183,19 @@ def _weights_only(run, path: Path) -> None:
         from backend.training.model.peft_adapters import load_file_adapter
 
         load_file_adapter(run.adapter, run.weights, path, flag="resume_from_checkpoint")
-        _begin_beside(run)
+        _reset_offload_and_ema(run)
         return
     stored = load_file(path)
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     named = check_result(path.name, shapes, run.weights, prefix=run.config.output.remove_prefix_in_ckpt)
     for name, weight in run.weights.items():
         weight.copy_(stored[named[name]])
-    _begin_beside(run)
+    _reset_offload_and_ema(run)
 
 
-def _begin_beside(run) -> None:
+def _reset_offload_and_ema(run: Run) -> None:
     """What is kept beside the weights begins from them as they are now."""
-    if run.beside:
-        run.beside.refresh()
-    if run.mean:
-        run.mean.begin()
+    if run.optimizer_offload:
+        run.optimizer_offload.refresh()
+    if run.ema:
+        run.ema.begin()

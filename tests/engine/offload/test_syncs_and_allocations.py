@@ -138,7 +138,7 @@ def test_numbers_are_multiplied_a_strip_at_a_time_to_the_same_bits(factor, monke
 
 def test_room_for_a_gradient_is_pinned_once(monkeypatch):
     weights = {name: torch.nn.Parameter(torch.zeros(8)) for name in "abc"}
-    one, made = cpu_offload.Beside(weights), []
+    one, made = cpu_offload.OptimizerCpuOffload(weights), []
 
     class Stream:
         def wait_stream(self, _):
@@ -185,7 +185,7 @@ def test_processes_of_a_machine_divide_its_ram(monkeypatch, said, count):
     )
     assert sum(source.take(1 << 16) is not None for _ in range(20)) == 8 // count
     share = int(async_writer.RAM_SHARE * (1 << 20) / count)
-    assert async_writer.fits_beside(share) and not async_writer.fits_beside(share + 1)
+    assert async_writer.fits_in_ram(share) and not async_writer.fits_in_ram(share + 1)
 
 
 def test_rows_of_a_product_in_codes_lie_one_after_the_other(monkeypatch):

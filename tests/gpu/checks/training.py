@@ -118,17 +118,17 @@ def _trained(flags: Sequence[str], run: Path, device: torch.device) -> Trained:
     from backend.training.__main__ import main
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    held, one_step, began = [], loop.one_step, time.monotonic()
+    held, train_step, began = [], loop.train_step, time.monotonic()
 
     def step(*given):
-        found = one_step(*given)
+        found = train_step(*given)
         held.append(device_memory.allocated(device))
         return found
 
     device_memory.empty_cache(device)
     peak = device_memory.Peak(device)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(loop, "one_step", step)
+        patched.setattr(loop, "train_step", step)
         status = main([*flags, "--output_path", str(run)])
     if status != 0:
         raise RuntimeError(f"training ended with {status}: {_last(run)}")

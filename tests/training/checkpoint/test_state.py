@@ -17,14 +17,14 @@ torch = pytest.importorskip("torch")
 
 from backend.schema.messages import Trouble
 from backend.schema.paths import PROJECT
-from backend.training.checkpoint.async_writer import Writer
+from backend.training.checkpoint.async_writer import AsyncWriter
 from backend.training.checkpoint.state import (
-    State,
+    TrainingState,
     list_states,
     load_state,
     prune_states,
     random_state,
-    save_result,
+    save_exported,
     save_state,
     set_random_state,
     step_of,
@@ -33,11 +33,11 @@ from backend.training.checkpoint.state import (
 pytestmark = pytest.mark.torch
 
 
-def state(step: int, megabytes: int = 1) -> State:
+def state(step: int, megabytes: int = 1) -> TrainingState:
     weights = {"dit.a": torch.full((megabytes, 2**18), float(step))}
     optimizers = [{"state": {0: {"mean": weights["dit.a"] / 2}}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]}]
-    return State(
-        step=step, weights=weights, optimizers=optimizers, mean=dict(weights), random=[random_state()], facts={"a": [1]}
+    return TrainingState(
+        step=step, weights=weights, optimizers=optimizers, ema=dict(weights), random=[random_state()], facts={"a": [1]}
     )
 
 
@@ -107,7 +107,7 @@ def test_what_is_to_be_saved_is_saved_where_no_thread_can_be_started(tmp_path: P
         raise Trouble("disk_full", "full")
 
     monkeypatch.setattr(threading.Thread, "start", no_room)
-    writer = Writer()
+    writer = AsyncWriter()
     writer.start(lambda kept: save_state(tmp_path, state(3)))
     writer.wait()
     assert load_state(list_states(tmp_path)[0]).step == 3
@@ -119,7 +119,7 @@ def test_what_is_to_be_saved_is_saved_where_no_thread_can_be_started(tmp_path: P
 
 def test_a_step_waits_for_the_disk_but_not_for_clearing_up_and_is_told_of_a_failure():
     may_write, may_clear, found = threading.Event(), threading.Event(), []
-    writer = Writer()
+    writer = AsyncWriter()
 
     def write(kept) -> None:
         assert may_write.wait(20)
@@ -167,7 +167,7 @@ def test_a_full_disk_is_one_sentence_and_the_last_state_stays(small_disk: Path):
     save_state(small_disk, state(1))
     for attempt in (
         lambda: save_state(small_disk, state(2, 5)),
-        lambda: save_result(small_disk / "r.safetensors", {"a": torch.ones(2**22)}, {}),
+        lambda: save_exported(small_disk / "r.safetensors", {"a": torch.ones(2**22)}, {}),
     ):
         with pytest.raises(Trouble) as caught:
             attempt()

@@ -16,7 +16,7 @@ from backend.engine.quantization.config import QuantizeConfig
 from backend.schema.training.config import ModelSection
 from backend.training.encoding.cache_key import content_digests, encoder_key, folder_digest
 from backend.training.encoding.encoding_cache import key_of
-from backend.training.model.base_model import find_base
+from backend.training.model.base_model import find_base_model
 from backend.training.model.frozen_weights import Kept
 
 pytestmark = pytest.mark.torch
@@ -66,7 +66,7 @@ def tensors_in(data: bytes, folder: Path) -> dict[str, bytes]:
 
 def key(model: Path, part: str = "text_encoder", **changes) -> str:
     values = {"dtype": torch.bfloat16, "device": torch.device("cpu"), **changes}
-    return encoder_key(find_base(ModelSection(model=str(model))), part, **values)
+    return encoder_key(find_base_model(ModelSection(model=str(model))), part, **values)
 
 
 def kept(**states) -> Kept:

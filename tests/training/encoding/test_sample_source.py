@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from backend.dataset.crops import cut
 from backend.dataset.dataset import read_folder
-from backend.training.encoding.encoding_cache import Store, open_pixels, prune, read_mask
+from backend.training.encoding.encoding_cache import EncodingCache, open_pixels, prune, read_mask
 
 pytestmark = pytest.mark.torch
 BASE = ("--max_steps", 2, "--save_dtype", "float32", "--height", 32, "--width", 32)
@@ -112,11 +112,11 @@ def test_a_sample_that_cannot_be_written_does_not_end_the_run(run_training, even
 def test_a_full_cache_loses_what_was_used_longest_ago_and_never_what_a_run_needs(tmp_path: Path):
     import os
 
-    store = Store(tmp_path)
+    store = EncodingCache(tmp_path)
     for number, key in enumerate(("aa", "bb", "cc", "dd")):
         store.put(key, {"x": torch.zeros(1000)})
         os.utime(store._path(key), (1000 + number, 1000 + number))
-    assert Store(tmp_path).get("aa") is not None  # used again
+    assert EncodingCache(tmp_path).get("aa") is not None  # used again
     (tmp_path / "aa" / ".torn.1.tmp").write_bytes(b"x")
     os.utime(tmp_path / "aa" / ".torn.1.tmp", (1000, 1000))
     prune(tmp_path, 8300, keep={"bb"})
@@ -137,8 +137,8 @@ def test_encoders_have_left_memory_before_the_first_step(run_training, tmp_path:
             for start in ("Qwen2_5_VL", "QwenImageEncoder3d", "QwenImageT")
         }
 
-    before, found, one_step = alive(), [], loop.one_step
-    monkeypatch.setattr(loop, "one_step", lambda *arguments: (found.append(alive()), one_step(*arguments))[1])
+    before, found, train_step = alive(), [], loop.train_step
+    monkeypatch.setattr(loop, "train_step", lambda *arguments: (found.append(alive()), train_step(*arguments))[1])
     assert run_training(tmp_path / "run", *BASE, "--max_steps", 1) == 0
     more = {name: found[0][name] - before[name] for name in before}
     assert more["Qwen2_5_VL"] <= 0 and more["QwenImageEncoder3d"] <= 0 < more["QwenImageT"]

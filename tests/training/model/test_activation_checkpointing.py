@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from backend.training.model.activation_checkpointing import Checkpoints, _plain
+from backend.training.model.activation_checkpointing import OffloadedCheckpoints, _plain
 
 pytestmark = pytest.mark.torch
 
@@ -30,7 +30,7 @@ def gradients(again) -> list[torch.Tensor | None]:
 
 
 def test_gradients_are_those_of_plain_checkpointing_and_none_where_nothing_flows():
-    kept, plain = gradients(Checkpoints().recompute), gradients(_plain)
+    kept, plain = gradients(OffloadedCheckpoints().recompute), gradients(_plain)
     assert [one is None for one in kept] == [one is None for one in plain]
     assert [one is None for one in plain] == [False] * 4 + [True, True, False, False]
     assert all(torch.equal(one, other) for one, other in zip(kept, plain, strict=True) if one is not None)

@@ -20,7 +20,7 @@ from backend.schema.messages import Trouble
 from backend.schema.paths import ASSETS
 from backend.schema.settings import from_values
 from backend.schema.training.config import TrainingConfig
-from backend.training.encoding.peak_meter import Largest
+from backend.training.encoding.peak_meter import LargestBatch
 from backend.training.model.apply_plan import card_of
 from backend.training.run.peak_report import predicted_bytes
 
@@ -54,7 +54,7 @@ def test_a_run_is_predicted_as_its_config_says(data):
         {"use_gradient_checkpointing": True},
         {"use_gradient_checkpointing": True, "enable_model_cpu_offload": True},
     ]
-    largest = Largest(65536, 20, 256, 256, 1)
+    largest = LargestBatch(65536, 20, 256, 256, 1)
     found = [
         max(predicted_bytes(from_values(TrainingConfig, more), sizes_of(spec), card, largest).values()) for more in said
     ]

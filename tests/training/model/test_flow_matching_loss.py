@@ -18,7 +18,7 @@ from backend.schema.messages import Trouble
 from backend.schema.settings import from_flags
 from backend.schema.training.config import LossSection, TrainingConfig, TrainingSection
 from backend.training.model.flow_matching_loss import draw, errors, level_weight, training_levels
-from backend.training.optim.optimizers import Lion, Mean, make_optimizers, rate_factor, set_rates
+from backend.training.optim.optimizers import EMA, Lion, make_optimizers, rate_factor, set_rates
 from studio.train.presets import apply, presets
 
 pytestmark = pytest.mark.torch
@@ -174,7 +174,7 @@ def test_lion_steps_by_the_sign_of_its_momentum():
 
 def test_the_running_mean_follows_and_is_exchanged_for_the_weights():
     weight = torch.nn.Parameter(torch.zeros(2))
-    mean = Mean({"a": weight}, decay=0.5)
+    mean = EMA({"a": weight}, decay=0.5)
     with torch.no_grad():
         weight.fill_(1.0)
     mean.update(100)

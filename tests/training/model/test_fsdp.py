@@ -48,7 +48,7 @@ def environment(monkeypatch: pytest.MonkeyPatch):
 )
 def test_how_weights_are_spread(environment, values: dict, wanted):
     environment(**values)
-    config, said = fsdp.take_over(TrainingConfig())
+    config, said = fsdp.read_launcher_environment(TrainingConfig())
     assert config == TrainingConfig() and fsdp.asked() == (wanted is not None)
     assert not any(os.environ.get(f"ACCELERATE_USE_{name}") for name in ("FSDP", "DEEPSPEED"))
     if wanted is None:
@@ -64,7 +64,7 @@ def test_a_file_of_deepspeed_is_read(environment, tmp_path: Path):
         json.dumps({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}}})
     )
     environment(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_CONFIG_FILE=str(file))
-    assert "ZeRO stage 3" in fsdp.take_over(TrainingConfig())[1]
+    assert "ZeRO stage 3" in fsdp.read_launcher_environment(TrainingConfig())[1]
     assert json.loads(os.environ[fsdp.OURS]) == {
         "again": True,
         "in_ram": True,
@@ -78,13 +78,13 @@ def test_a_file_of_deepspeed_is_read(environment, tmp_path: Path):
     }
     file.write_text(json.dumps(more))
     environment(ACCELERATE_USE_DEEPSPEED="true")
-    _, said = fsdp.take_over(TrainingConfig())
+    _, said = fsdp.read_launcher_environment(TrainingConfig())
     assert "not by DeepSpeed's engine" in said and "waits in RAM" in said
     assert "gradients; weights are spread as well" in said and "wait in RAM too" in said
     assert said.endswith("not taken from there: gradient_clipping (--max_grad_norm).")
     file.write_text("{}")
     environment(ACCELERATE_USE_DEEPSPEED="true")
-    assert "spreads nothing" in fsdp.take_over(TrainingConfig())[1] and not fsdp.asked()
+    assert "spreads nothing" in fsdp.read_launcher_environment(TrainingConfig())[1] and not fsdp.asked()
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_wrong_file_of_deepspeed_is_one_sentence(environment, tmp_path: Path, 
     (tmp_path / "ds.json").write_text(text)
     environment(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_CONFIG_FILE=str(tmp_path / "ds.json"))
     with pytest.raises(Trouble, match=words):
-        fsdp.take_over(TrainingConfig())
+        fsdp.read_launcher_environment(TrainingConfig())
 
 
 def test_one_process_keeps_the_optimizer_in_ram_where_the_configuration_asks(environment):
@@ -111,7 +111,7 @@ def test_one_process_keeps_the_optimizer_in_ram_where_the_configuration_asks(env
         ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE="cpu",
         WORLD_SIZE="1",
     )
-    config, said = fsdp.take_over(TrainingConfig())
+    config, said = fsdp.read_launcher_environment(TrainingConfig())
     assert config.memory.enable_optimizer_cpu_offload and not fsdp.asked()
     assert "nothing is spread" in said and "works in RAM" in said and "--enable_model_cpu_offload" in said
 
@@ -131,9 +131,9 @@ def test_what_ends_a_process_stands_where_the_launcher_looks(environment, tmp_pa
 def test_what_cannot_be_spread_is_refused(environment):
     environment(ACCELERATE_USE_FSDP="true", FSDP_VERSION="1")
     with pytest.raises(Trouble, match="FSDP 1"):
-        fsdp.take_over(TrainingConfig())
+        fsdp.read_launcher_environment(TrainingConfig())
     environment(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
-    fsdp.take_over(TrainingConfig())
+    fsdp.read_launcher_environment(TrainingConfig())
     config = TrainingConfig()
     fsdp.check(config, kept={}, quantized={})
     with pytest.raises(Trouble, match="weights of dit are spread"):

@@ -93,7 +93,7 @@ def started(loaded, data, tmp_path: Path):
 
 def test_a_run_keeps_the_plan_s_blocks_and_takes_what_was_predicted(started):
     from backend.dataset.bucket_sampler import Batch
-    from backend.training.loop import one_step
+    from backend.training.loop import train_step
     from backend.training.model import activation_checkpointing
 
     sizes = sizes_of(identify_model(ASSETS / "starter", FAMILIES))
@@ -118,7 +118,7 @@ def test_a_run_keeps_the_plan_s_blocks_and_takes_what_was_predicted(started):
     def measured() -> int:
         measure = live_tensors.Measure({"dit": dit}, CPU)
         measure.phase("step")
-        one_step(run, [[Batch(items=(0,), places=(0,))]])
+        train_step(run, [[Batch(items=(0,), places=(0,))]])
         measure.end()
         return measure.by_phase["step"] + trained
 
@@ -129,7 +129,7 @@ def test_a_run_keeps_the_plan_s_blocks_and_takes_what_was_predicted(started):
     assert placed.resident_blocks() == found.resident_blocks["dit"]
     fetched = [placed.blocks[index] for index in found.streamed_blocks["dit"]]
     assert placed.moved_bytes - before == 2 * (len(fetched) - 2) * fetched[0].raw.nbytes
-    activation_checkpointing.turn_on(dit, offload=False)
+    activation_checkpointing.enable_activation_checkpointing(dit, offload=False)
     less = plan(sizes, card, from_values(TrainingConfig, {"use_gradient_checkpointing": True}, base=three))
     assert measured() + states == pytest.approx(step_of(less).live_bytes, rel=0.03)
 

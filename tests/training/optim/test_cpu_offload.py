@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from backend.schema.training.config import TrainingConfig
-from backend.training.optim.cpu_offload import Beside
+from backend.training.optim.cpu_offload import OptimizerCpuOffload
 from backend.training.optim.optimizers import make_optimizers
 
 pytestmark = pytest.mark.torch
@@ -20,7 +20,7 @@ def trained(steps: int, name: str, *, chunk_bytes: int | None) -> list[torch.Ten
     from dataclasses import replace
 
     own = weights()
-    beside = Beside(own, chunk_bytes=chunk_bytes) if chunk_bytes else None
+    beside = OptimizerCpuOffload(own, chunk_bytes=chunk_bytes) if chunk_bytes else None
     section = replace(TrainingConfig().training, customized_optimizer=name, learning_rate=0.01)
     optimizers = make_optimizers(beside.copies if beside else own, section)
     random = torch.Generator().manual_seed(1)

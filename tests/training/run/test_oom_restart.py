@@ -97,7 +97,7 @@ def test_the_rungs_of_training_whole_parts_on_a_card(monkeypatch):
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     flags, taken = ["--trainable_models", "dit"], []
-    while found := oom_restart.next_rung(from_flags(TrainingConfig, flags)):
+    while found := oom_restart.next_fallback(from_flags(TrainingConfig, flags)):
         flags += found[0]
         taken += found[0]
     assert taken == [

@@ -115,7 +115,7 @@ def test_a_sample_for_which_there_is_no_memory_at_all_is_left_out(run_training, 
 
 def test_a_picture_that_is_too_large_is_encoded_in_tiles_for_this_run_alone(data, tmp_path):
     from backend.engine.devices.oom_retry import TiledOnOom
-    from backend.training.encoding.encoding_cache import Store
+    from backend.training.encoding.encoding_cache import EncodingCache
 
     notes = []
     each = TiledOnOom(lambda pixels, tiled: pixels if tiled or pixels.shape[-1] < 8 else refuse(), notes.append)
@@ -123,7 +123,7 @@ def test_a_picture_that_is_too_large_is_encoded_in_tiles_for_this_run_alone(data
     assert each(torch.zeros(1, 3, 8, 8)).shape[-1] == 8 and not each.exact and len(notes) == 1
     assert each(torch.zeros(2, 3, 9, 9)).shape[-1] == 9 and len(notes) == 1  # larger ones at once
     for shared in (True, False):
-        store = Store(tmp_path / str(shared), shared=shared)
+        store = EncodingCache(tmp_path / str(shared), shared=shared)
         store.put("ab", {"latents": torch.zeros(1)}, exact=False)
         assert store.has("ab") and any(tmp_path.glob(f"{shared}/*/*")) is not shared
 
@@ -144,12 +144,12 @@ def test_before_the_first_step_only_weights_go_lower(phase):
     from backend.training.run import oom_restart
 
     taken, flags = [], []
-    while found := oom_restart.next_rung(from_flags(TrainingConfig, flags), phase):
+    while found := oom_restart.next_fallback(from_flags(TrainingConfig, flags), phase):
         flags += found[0]
         taken.append(found[0][0])
     assert taken == ["--enable_model_cpu_offload", "--fp8_models"]
     whole = from_flags(TrainingConfig, ["--trainable_models", "dit"])
-    assert oom_restart.next_rung(whole, phase)[0] == ["--enable_model_cpu_offload"]
+    assert oom_restart.next_fallback(whole, phase)[0] == ["--enable_model_cpu_offload"]
 
 
 def test_memory_that_runs_out_in_loading_starts_the_run_anew_a_rung_lower(run_training, events, tmp_path, monkeypatch):

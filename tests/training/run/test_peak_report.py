@@ -18,7 +18,7 @@ from backend.planner.page_estimate import estimate_for_page
 from backend.schema.paths import ASSETS
 from backend.schema.settings import from_values
 from backend.schema.training.config import TrainingConfig
-from backend.training.encoding.peak_meter import Largest
+from backend.training.encoding.peak_meter import LargestBatch
 from backend.training.run import peak_report
 
 pytestmark = pytest.mark.torch
@@ -94,7 +94,7 @@ def test_a_run_teaches_the_next_estimate_and_the_page_says_so(run_training, even
 
 def test_what_was_learnt_corrects_training_and_not_drawing(data):
     spec, card, file = identify_model(STARTER, FAMILIES), device_memory.probe(CPU), data.user / "measured.json"
-    sizes, largest, config = sizes_of(spec), Largest(65536, 20, 256, 256, 1), TrainingConfig()
+    sizes, largest, config = sizes_of(spec), LargestBatch(65536, 20, 256, 256, 1), TrainingConfig()
     before = peak_report.predicted_bytes(config, sizes, card, largest)
     for _ in range(2):
         history.remember(
