@@ -24,11 +24,15 @@ ROUTE = "/gradio_api/file"
 PICTURES = {  # Pillow's name of a format: media type, endings
     "PNG": ("image/png", (".png",)),
     "JPEG": ("image/jpeg", (".jpg", ".jpeg")),
+    "MPO": ("image/jpeg", (".jpg", ".jpeg")),  # several JPEGs in one file, of a phone
     "WEBP": ("image/webp", (".webp",)),
     "GIF": ("image/gif", (".gif",)),
     "BMP": ("image/bmp", (".bmp",)),
     "AVIF": ("image/avif", (".avif",)),
 }
+DECODERS = tuple(
+    name for name in PICTURES if name != "MPO"
+)  # which Pillow reads as JPEG, and does not know by this name
 FIRST_BYTES = 64
 MOST_HEADER_BYTES = 100_000_000  # of a safetensors file, as its library has it
 REFUSED = "This file may not be read from here."
@@ -59,7 +63,7 @@ def _picture(path: Path) -> Kind | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            with Image.open(path, formats=tuple(PICTURES)) as picture:
+            with Image.open(path, formats=DECODERS) as picture:
                 return Kind(*PICTURES[picture.format])
     except (OSError, UnidentifiedImageError, ValueError, SyntaxError, KeyError, Image.DecompressionBombError):
         return None

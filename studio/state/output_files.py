@@ -36,6 +36,9 @@ KINDS = (".png", ".jpg", ".jpeg", ".webp")
 ENDINGS = {  # Pillow's name of a format that is taken, and how a file of it is called
     "PNG": ".png", "JPEG": ".jpg", "MPO": ".jpg", "WEBP": ".webp", "BMP": ".bmp", "GIF": ".gif", "TIFF": ".tif", "AVIF": ".avif",
 }  # fmt: skip
+DECODERS = tuple(
+    name for name in ENDINGS if name != "MPO"
+)  # which Pillow reads as JPEG, and does not know by this name
 MOST_PICTURE_BYTES = 2**30
 
 
@@ -163,7 +166,7 @@ def _ending(data: bytes, path: Path) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(data), formats=tuple(ENDINGS)) as picture:
+            with Image.open(io.BytesIO(data), formats=DECODERS) as picture:
                 picture.verify()
                 return ENDINGS[picture.format]
     except NO_PICTURE:
