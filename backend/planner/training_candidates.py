@@ -200,7 +200,11 @@ def _step(terms: Terms, layout: Layout, kept: PartLayout, rungs, lossy: int, bes
     working, checkpoints, by_moment = terms.once(key, lambda: training_step.working(terms, layout))
     whole = part.numel * 4 if work.targets == "full" and part.name in work.trained else None
     trained = (0 if whole else 4 * numel) + state
-    held, staging = (whole, 0) if whole else on_card(part, kept, True, work.computing)
+    held, staging = (
+        (whole, 0)
+        if whole
+        else terms.once(("held", part.name, kept), lambda: on_card(part, kept, True, work.computing))
+    )
     staging += kept_bytes(kept.storage, part, DTYPE_BYTES[work.computing], checkpointed=layout.checkpointed)
     weights = {part.name: held + (part.table.get("tables", 0) if whole else 0)}
     weights |= {one.name: one.bytes(work.computing, work.computing) for one in beside}
@@ -268,21 +272,22 @@ def _seconds(terms: Terms, layout: Layout, kept: PartLayout, checkpoints: int) -
 
 def _sample(terms: Terms, weights: dict[str, int], staging: int, adapter: int):
     """A picture between steps: no gradients matter, the VAE is there too (in float32, as the trainer keeps it)."""
+    working = terms.once("sample", lambda: _sample_working(terms))
+    return phase_costs.phase("sample", weights, working, terms.fixed, staging=staging, adapter=adapter)
+
+
+def _sample_working(terms: Terms) -> Working:
+    """Of the pass or of the decode, whichever takes more."""
     work, fixed = terms.work, terms.fixed
     vae = terms.sizes.parts.get("vae")
     pictures = 2 if work.guidance else 1
     point = {**sample_point(terms), "b": pictures}
     own = cpu_training.sample(terms.denoisers[0], point, work, pictures, step=terms.point) if fixed.on_cpu else None
-    working = (
-        terms.once("sample", lambda: phase_costs.denoise(terms.denoisers[0], point, work, fixed))
-        if own is None
-        else Working(own, own, own)
-    )
-    if vae is not None:
-        working = max(
-            working, phase_costs.decode(vae, {**point, "b": 1}, work.decoder_dtype, fixed), key=lambda one: one.likely
-        )
-    return phase_costs.phase("sample", weights, working, fixed, staging=staging, adapter=adapter)
+    working = phase_costs.denoise(terms.denoisers[0], point, work, fixed) if own is None else Working(own, own, own)
+    if vae is None:
+        return working
+    decoding = phase_costs.decode(vae, {**point, "b": 1}, work.decoder_dtype, fixed)
+    return max(working, decoding, key=lambda one: one.likely)
 
 
 def sample_point(terms: Terms) -> dict:
