@@ -1,6 +1,7 @@
 """The engine worker: `python -m backend.engine [--fake]`. A line in, events out; docs/architecture.md has the words.
 
-The models stay loaded between requests. `--fake` is the same loop with a painted gradient instead of a model and without torch.
+The models stay loaded between requests. `--fake` is the same loop with a painted gradient instead of a model and
+without torch.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def _start(wire: Wire, *, fake: bool):
 
 
 def _prepare_process() -> None:
-    """What torch and OpenMP read when they are loaded: fragments are kept small (not on Windows), idle threads sleep."""
+    """What torch and OpenMP read when they are loaded: fragments are kept small (not on Windows), idle threads
+    sleep."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     allocator_limits.expand_segments()
 

@@ -1,4 +1,5 @@
-"""A stored picture as a person sees it: upright, on white, in eight bits a colour. The engine, the trainer and the page all look through here."""
+"""A stored picture as a person sees it: upright, on white, in eight bits a colour. The engine, the trainer and the page
+all look through here."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ MOST_SLENDER = 100  # times as long as wide: nothing is left of a narrower pictu
 
 
 def sizes_of_files(paths: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """(width, height) of the pictures in these files; a square for one that cannot be read, or is too narrow to be worked from."""
+    """(width, height) of the pictures in these files; a square for one that cannot be read, or is too narrow to be
+    worked from."""
     return tuple(_size(path, _stamp(path)) for path in paths)
 
 

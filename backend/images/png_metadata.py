@@ -168,8 +168,8 @@ def _as_int(value: str) -> int | None:
 def by_name(request: GenerationRequest) -> dict:
     """A request's values as a picture tells them: files by their names, pictures made here by their folder's too.
 
-    Where files lie on this machine, and so who its user is, is nobody's business. LoRAs are found again by their hash, pictures that
-    were given to the form by a name that is made of their content.
+    Where files lie on this machine, and so who its user is, is nobody's business. LoRAs are found again by their hash,
+    pictures that were given to the form by a name that is made of their content.
     """
     made = places().outputs
 
@@ -187,7 +187,8 @@ def by_name(request: GenerationRequest) -> dict:
 
 
 class Previews:
-    """Preview files of one job: each under a new name, so that no browser shows an old one; only the last two are kept."""
+    """Preview files of one job: each under a new name, so that no browser shows an old one; only the last two are
+    kept."""
 
     def __init__(self, folder: Path, id: str):
         self.folder = folder

@@ -1,12 +1,16 @@
-"""What a request may trade for speed, put into effect on a loaded pipeline: compiled blocks, FP8 products, cached steps."""
+"""Apply a request's acceleration to a loaded pipeline: torch.compile, FP8 matmul, step cache (first-block cache)."""
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import torch
 
+from backend.catalog.family import Family
 from backend.engine.acceleration import compile_blocks, fp8_matmul
 from backend.engine.acceleration.first_block_cache import StepCache
 from backend.engine.offload.blocks import Unit
+from backend.engine.offload.placement import Placement
 from backend.schema.memory_plan import VramConfig
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest
@@ -23,14 +27,30 @@ def check(device: torch.device, *, compile: bool, fp8_products: bool) -> None:
 
 
 def configs(planned: dict[str, VramConfig], fp8_products: bool) -> dict[str, VramConfig]:
-    """A plan's settings, with the network's weights in the format that FP8 products take: never more bytes than planned."""
+    """A plan's settings, with the network's weights in the format that FP8 matmuls take: never more bytes than
+    planned."""
     if not fp8_products or PART not in planned:
         return planned
     return {**planned, PART: fp8_matmul.in_codes(planned[PART])}
 
 
-def arrange(pipeline, request: GenerationRequest) -> None:
-    """Makes the network's blocks compute as `request` asks, where they do not yet. Raises Trouble for what was not loaded for it."""
+class Accelerated(Protocol):
+    """What acceleration uses of a `Pipeline`."""
+
+    device: torch.device
+    fp8_products: bool
+    parts: dict[str, Any]  # name -> network
+    placements: dict[str, Placement]
+
+    @property
+    def family(self) -> Family: ...
+
+    def note(self, sentence: str) -> None: ...
+
+
+def arrange(pipeline: Accelerated, request: GenerationRequest) -> None:
+    """Compiles the network's blocks, or sets them to FP8 matmuls, as `request` asks, and undoes either where it does
+    not. Raises Trouble for what the device cannot do or the model was not loaded for."""
     module, placed = pipeline.parts[PART], pipeline.placements.get(PART)
     if request.fp8_products and not pipeline.fp8_products:
         raise Trouble(
@@ -59,8 +79,8 @@ def arrange(pipeline, request: GenerationRequest) -> None:
         compile_blocks.undo(module, lists)
 
 
-def step_cache(pipeline, request: GenerationRequest) -> StepCache | None:
-    """For one picture; None where every step is to be computed."""
+def step_cache(pipeline: Accelerated, request: GenerationRequest) -> StepCache | None:
+    """The first-block cache of one picture; None where every step is to be computed."""
     if request.step_cache <= 0:
         return None
     return StepCache(pipeline.family, pipeline.parts[PART], request.step_cache)

@@ -1,15 +1,17 @@
-"""torch.compile for a network's repeated block: one graph, compiled at the first step, serves every block, prompt and size.
+"""torch.compile per repeated block: one graph, compiled at the first step, serves all blocks, prompts and sizes.
 
-Only the block's own `forward` goes through the compiler. Its hooks stay outside, so a streamed block is fetched (and an FP8 one cast, whole:
-`Placement.set_casting`) before its graph runs; parameters are inputs of the graph, so whose weights they are does not matter. A hot
-LoRA is part of the block's code: one that is added for the first time is compiled once, whatever its strength; taken off, the earlier graph
-is used again. Nothing of torch's compiler is imported before the first compiled call.
+Only the block's own `forward` goes through the compiler. Its hooks stay outside, so a streamed block is fetched (and an
+FP8 one cast, whole: `Placement.set_casting`) before its graph runs; parameters are inputs of the graph, so whose
+weights they are does not matter. A hot LoRA is part of the block's code: one that is added for the first time is
+compiled once, whatever its strength; taken off, the earlier graph is used again. Nothing of torch's compiler is
+imported before the first compiled call.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,7 +54,7 @@ def is_compiled(module: nn.Module, lists: Iterable[str]) -> bool:
 
 
 def check_whole(module: nn.Module, lists: Iterable[str], moved: Iterable[nn.Module]) -> None:
-    """Raises Trouble where weights of the blocks are moved in smaller pieces than blocks: a graph cannot wait for them in its middle."""
+    """Raises Trouble("not_supported") where blocks are offloaded in pieces: a graph cannot wait for weights midway."""
     blocks = {id(block) for block in _blocks(module, lists)}
     if any(id(one) not in blocks for one in moved):
         raise Trouble("not_supported", "Blocks that are moved in pieces cannot be compiled.", hint="Leave compile off.")
@@ -60,7 +62,7 @@ def check_whole(module: nn.Module, lists: Iterable[str], moved: Iterable[nn.Modu
 
 def _blocks(module: nn.Module, lists: Iterable[str]) -> Iterator[nn.Module]:
     for name in lists:
-        yield from module.get_submodule(name)
+        yield from module.get_submodule(name).children()
 
 
 def _check_free(block: nn.Module) -> None:
@@ -71,12 +73,12 @@ def _check_free(block: nn.Module) -> None:
 
 
 def _ready_for_compiler(compiled: Callable) -> Callable:
-    def forward(*args, **kwargs):
+    def forward(*args: Any, **kwargs: Any) -> Any:
         from torch._dynamo.exc import TorchDynamoException
 
         with _settings():
             try:
-                return compiled(*_standing_alone(args), **_standing_alone(kwargs))
+                return compiled(*_without_views(args), **_without_views(kwargs))
             except TorchDynamoException as error:
                 raise Trouble(
                     "cannot_compile", "The network could not be compiled.", hint="Leave compile off.", detail=str(error)
@@ -93,18 +95,19 @@ def _settings() -> Iterator[None]:
 
     # Sizes that happen to be equal (8 tokens, rank 8) are not taken for the same: they would not be, the next time.
     with (
-        shapes.patch(use_duck_shape=False),
+        shapes.patch(use_duck_shape=False),  # pyright: ignore[reportAttributeAccessIssue]  (not in the stubs)
         dynamo.patch(recompile_limit=GRAPHS, force_nn_module_property_static_shapes=False),
     ):
         yield
 
 
-def _standing_alone(value):
-    """`value` with views copied: the compiler would tell a view from a tensor of its own, and compile the first block twice."""
+def _without_views(value: Any) -> Any:
+    """`value` with views copied: the compiler guards on a tensor being a view, and would compile the first block
+    twice."""
     if isinstance(value, torch.Tensor):
         return value.clone() if value._is_view() else value
     if isinstance(value, dict):
-        return {name: _standing_alone(one) for name, one in value.items()}
+        return {name: _without_views(one) for name, one in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_standing_alone(one) for one in value)
+        return type(value)(_without_views(one) for one in value)
     return value

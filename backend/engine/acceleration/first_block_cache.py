@@ -1,13 +1,15 @@
-"""Steps that reuse what the last one computed: where a network's first block answers nearly as it did, the others are not run.
+"""First-block cache (step cache): where the first block's output hardly changed, the other blocks are skipped.
 
-The rule is that of first-block caching (ParaAttention; diffusers' `FirstBlockCacheConfig`): with r the change that the first block makes to the
-picture's tokens and r' that of the last step computed whole, the other blocks are skipped where mean|r - r'| / mean|r'| is at most the
-threshold. What they would have added is guessed from the last two steps computed whole, half-way between the last answer and the straight
-line through both: on the starter that errs a quarter to two fifths less than the last answer alone, which is diffusers' rule (docs/engine.md).
-It is lossy: the picture is another one, close by for small thresholds.
+The rule is that of first-block caching (ParaAttention; diffusers' `FirstBlockCacheConfig`): with r the change that the
+first block makes to the picture's tokens and r' that of the last step computed whole, the other blocks are skipped
+where mean|r - r'| / mean|r'| is at most the threshold. What they would have added is guessed from the last two steps
+computed whole, half-way between the last answer and the straight line through both: on the starter that errs a quarter
+to two fifths less than the last answer alone, which is diffusers' rule (docs/engine.md). It is lossy: the picture is
+another one, close by for small thresholds.
 
-The network's own loop runs as it is written: for the length of a call its list of blocks is one that decides, after the first block,
-what comes next. A skipped block is not called, so its weights are not fetched; hot LoRAs and compiled blocks are called as ever.
+The network's own loop runs as it is written: for the length of a call its list of blocks is one that decides, after the
+first block, what comes next. A skipped block is not called, so its weights are not fetched; hot LoRAs and compiled
+blocks are called as ever.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -30,8 +32,11 @@ SLOPE = 0.5  # of the straight line through the last two answers; 1 overshoots w
 
 @dataclass
 class Kept:
-    """Of the last steps of one pass that were computed whole: the first block's change of the picture, what the other blocks added to each
-    stream, what they had added before that, and which calls these were."""
+    """Residuals of the last two fully computed steps of one pass (conditional or not).
+
+    `change`: what the first block added to the picture's tokens, (B, tokens, width). `added`, `earlier`: what the other
+    blocks added to each stream, in the last step and the one before; `added_at`, `earlier_at`: at which calls.
+    """
 
     change: torch.Tensor | None = None
     added: tuple[torch.Tensor, ...] = ()
@@ -41,11 +46,12 @@ class Kept:
     earlier_at: int = 0
 
     def renew(self, change: torch.Tensor, added: tuple[torch.Tensor, ...]) -> None:
+        """Records a fully computed step; shapes as of the fields."""
         self.earlier, self.earlier_at = self.added, self.added_at
         self.change, self.added, self.added_at = change, added, self.call
 
     def guess(self) -> tuple[torch.Tensor, ...]:
-        """What the other blocks would add in this call."""
+        """What the other blocks would add to each stream in this call, extrapolated; shapes as of `added`."""
         if not self.earlier:
             return self.added
         weight = SLOPE * (self.call - self.added_at) / (self.added_at - self.earlier_at)
@@ -55,7 +61,7 @@ class Kept:
 
 
 class StepCache:
-    """For one picture of one network. Guidance computed in several passes keeps each one's numbers for itself."""
+    """The cache of one picture and network. Passes of classifier-free guidance have residuals of their own."""
 
     def __init__(self, family: Family, module: nn.Module, threshold: float):
         if not family.CACHED_BLOCKS:
@@ -92,12 +98,15 @@ class StepCache:
 
     @property
     def sentence(self) -> str:
-        """What it did, for the one who gets the picture."""
+        """How many passes were skipped, for the picture's notes."""
         if not self.num_skipped:
-            return f"Step cache {self.threshold:g}: no step was close enough to the one before it, so all were computed whole."
+            return (
+                f"Step cache {self.threshold:g}: no step was close enough to the one before it, "
+                "so all were computed whole."
+            )
         return (
-            f"Step cache {self.threshold:g}: {self.num_skipped} of {self.num_calls} passes reused what an earlier one computed; "
-            "the picture is close to the exact one, not the same."
+            f"Step cache {self.threshold:g}: {self.num_skipped} of {self.num_calls} passes reused what an earlier one "
+            "computed; the picture is close to the exact one, not the same."
         )
 
 
@@ -127,27 +136,29 @@ class _Call:
         self.kept.call += 1
         yield partial(self._begin, said, block)
         self.cache.num_calls += 1
+        assert self.change is not None, "the first block has run"
         self.skips = _near(self.change, self.kept.change, self.cache.threshold)
         if self.skips:
             self.cache.num_skipped += 1
             yield self._reuse
 
-    def _begin(self, said: CachedBlocks, block: nn.Module, *args, **kwargs):
+    def _begin(self, said: CachedBlocks, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output = block(*args, **kwargs)
         picture = said.streams[-1]
         self.begun = begun = _streams(output)
         self.change = begun[-1] - (args[picture] if isinstance(picture, int) else kwargs[picture])
         return output
 
-    def _last(self, block: nn.Module, *args, **kwargs):
+    def _last(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        assert self.change is not None, "the first block runs first"
         output = block(*args, **kwargs)
         added = tuple(after - before for after, before in zip(_streams(output), self.begun, strict=True))
         self.kept.renew(self.change, added)
         return output
 
-    def _reuse(self, *args, **kwargs):
+    def _reuse(self, *args: Any, **kwargs: Any) -> Any:
         moved = tuple(before + added for before, added in zip(self.begun, self.kept.guess(), strict=True))
-        return moved if len(moved) > 1 else moved[0]
+        return moved[0] if len(moved) == 1 else moved
 
 
 class _Deciding(nn.Module):
@@ -165,7 +176,7 @@ class _Deciding(nn.Module):
         return self.__dict__["iterate"]()
 
 
-def _streams(output) -> tuple[torch.Tensor, ...]:
+def _streams(output: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return output if isinstance(output, tuple) else (output,)
 
 
@@ -173,6 +184,6 @@ def _near(change: torch.Tensor, before: torch.Tensor | None, threshold: float) -
     """Whether every picture (row) of the batch changed by at most `threshold`, relative to `before`."""
     if before is None or before.shape != change.shape:
         return False
-    dims = tuple(range(1, change.ndim))
+    dims = list(range(1, change.ndim))
     apart, size = ((change - before).abs(), before.abs())
     return bool((apart.mean(dims, dtype=torch.float32) <= threshold * size.mean(dims, dtype=torch.float32)).all())

@@ -1,8 +1,9 @@
-"""Products of 8-bit floats: a linear layer whose weight is stored as float8_e4m3fn multiplies with the codes as they are.
+"""FP8 matmul: linear layers with float8_e4m3fn weights multiply in FP8 (`torch._scaled_mm`), without a cast.
 
-The layer's input is rounded to FP8 as well, each row with a power of two of its own that fills the format (exact to undo, and no kernel
-for scaled rows is needed); sums are float32 or what the card's fast accumulation is. Faster than bfloat16 on cards that have it, and less
-exact than FP8 *storage*, where only weights are rounded: here every input is too. There is no gradient: training refuses.
+The layer's input is rounded to FP8 as well, each row with a power of two of its own that fills the format (exact to
+undo, and no kernel for scaled rows is needed); sums are float32 or what the card's fast accumulation is. Faster than
+bfloat16 on cards that have it, and less exact than FP8 *storage*, where only weights are rounded: here every input is
+too. There is no gradient: training refuses.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def stored(config: VramConfig, part: PartSpec) -> VramConfig:
     if CODES not in (config.offload_dtype, config.onload_dtype, config.preparing_dtype, part.storage):
         raise Trouble(
             "vram_config",
-            f"FP8 products need weights stored as {CODES}, but {part.name} is to be stored as {config.preparing_dtype}.",
+            f"FP8 products need weights stored as {CODES}, "
+            f"but {part.name} is to be stored as {config.preparing_dtype}.",
             hint=f"Set preparing_dtype='{CODES}' or leave it out, or leave fp8_products off.",
         )
     return config
@@ -55,7 +57,8 @@ def in_codes(config: VramConfig) -> VramConfig:
 
 
 def chosen(unit: Unit) -> frozenset[int]:
-    """The tensors of a block that are multiplied with as codes: whole weights of linear layers beside which no LoRA needs the numbers."""
+    """Indices of a block's tensors that are multiplied in FP8: weights of linear layers without a side branch that
+    reads the weight itself."""
     return frozenset(index for index, places in enumerate(unit.targets) if all(_suits(*place) for place in places))
 
 
@@ -69,7 +72,7 @@ def _suits(owner: nn.Module, leaf: str) -> bool:
 
 
 def prepare(placed: Placement) -> None:
-    """Gives the linear layers of the blocks a forward that takes codes as well as numbers. Their names and parameters stay."""
+    """Gives the linear layers of the blocks a forward that takes FP8 weights as well. Names and parameters stay."""
     by_rows = measured_choices.chosen().fp8_scales == "rows"
     for unit in placed.blocks:
         for owner, _ in {place for index in chosen(unit) for place in unit.targets[index]}:
@@ -91,7 +94,7 @@ def native(kind: type[nn.Linear], by_rows: bool = False) -> type[nn.Linear]:
 def _forward(kind: type[nn.Linear], by_rows: bool) -> Callable:
     base = kind.forward
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.weight.dtype is not torch.float8_e4m3fn:
             return base(self, x)
         if torch.is_grad_enabled() and x.requires_grad:
@@ -108,8 +111,8 @@ def _forward(kind: type[nn.Linear], by_rows: bool) -> Callable:
 
 
 def product(x: torch.Tensor, codes: torch.Tensor, factor: torch.Tensor, *, by_rows: bool = False) -> torch.Tensor:
-    """x (..., i) times (codes (o, i) * factor)^T: (..., o) in the dtype of x. `factor` float32, (1,) or (o,). `by_rows`: the kernel applies the
-    scales, else passes of their own do."""
+    """x (..., i) times (codes (o, i) * factor)^T: (..., o) in the dtype of x. `factor` float32, (1,) or (o,).
+    `by_rows`: the kernel applies the scales, else passes of their own do."""
     rows = x.reshape(-1, x.shape[-1])
     up, down = scales(rows)
     # the kernels take rows that lie one after the other
@@ -119,7 +122,7 @@ def product(x: torch.Tensor, codes: torch.Tensor, factor: torch.Tensor, *, by_ro
     one = torch.ones(1, dtype=torch.float32, device=x.device)
     single = factor.numel() == 1
     exact = x.device.type == "cpu" and x.dtype is torch.float32
-    y = torch._scaled_mm(
+    y = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]  (the only FP8 matmul that torch has)
         rounded,
         codes.t(),
         scale_a=one,
@@ -132,8 +135,9 @@ def product(x: torch.Tensor, codes: torch.Tensor, factor: torch.Tensor, *, by_ro
 
 
 def _by_rows(rounded: torch.Tensor, down: torch.Tensor, codes: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """The product (M, N), bfloat16, with all scales applied by its kernel: (M, 1) of the input, (1, N) of the weight."""
-    return torch._scaled_mm(
+    """The product (M, N), bfloat16, with all scales applied by its kernel: (M, 1) of the input, (1, N) of the
+    weight."""
+    return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]  (the only FP8 matmul that torch has)
         rounded,
         codes.t(),
         scale_a=down,
@@ -144,7 +148,8 @@ def _by_rows(rounded: torch.Tensor, down: torch.Tensor, codes: torch.Tensor, fac
 
 
 def scales(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Powers of two (M, 1), float32, that bring the largest number of each row (M, K) to just inside the format, and their inverses."""
+    """Powers of two (M, 1), float32, that bring the largest number of each row (M, K) to just inside the format, and
+    their inverses."""
     mantissa, exponent = torch.frexp(rows.abs().amax(dim=1, keepdim=True).to(torch.float32))
     most = 14 if rows.dtype is torch.float16 else 100
     shift = (9 - exponent - (mantissa > _LARGEST_MANTISSA).to(exponent.dtype)).clamp(-most, most)

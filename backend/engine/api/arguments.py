@@ -29,7 +29,8 @@ def limit_bytes(gib: float | None) -> int | None:
 
 
 def check_dtype(dtype: object) -> None:
-    """Raises Trouble for what a network cannot compute in. None, as in older scripts, is what the engine takes by itself."""
+    """Raises Trouble for what a network cannot compute in. None, as in older scripts, is what the engine takes by
+    itself."""
     if dtype is not None and dtype not in (torch.float32, torch.bfloat16, torch.float16):
         hint = "Use torch.bfloat16, torch.float16 or torch.float32; storing in FP8 is ModelConfig's (preparing_dtype)."
         raise Trouble("bad_value", f"torch_dtype is {dtype!r}, which a model does not compute in.", hint=hint)
@@ -91,8 +92,8 @@ def check_call(
 
 
 def round_up(values: dict[str, object], *, multiple: int) -> list[str]:
-    """Makes width and height in `values` multiples of `multiple` (and of the 16 that every request has), upwards; a sentence for each that
-    was none. What is no positive whole number stays, to be refused by name."""
+    """Makes width and height in `values` multiples of `multiple` (and of the 16 that every request has), upwards; a
+    sentence for each that was none. What is no positive whole number stays, to be refused by name."""
     step, said = math.lcm(multiple, 16), []
     for name in ("width", "height"):
         value = values.get(name)

@@ -1,4 +1,5 @@
-"""Words that scripts for DiffSynth-Studio carry and that mean nothing here, or something else: each with the sentence that says what to do.
+"""Words that scripts for DiffSynth-Studio carry and that mean nothing here, or something else: each with the sentence
+that says what to do.
 
 What means the same here is a parameter of the Python API itself; nothing that was asked for is passed over in silence.
 """
@@ -46,7 +47,8 @@ COMPILE = {
 
 
 def refuse(given: Mapping[str, object], words: Mapping[str, tuple], own: Iterable[str], *, what: str) -> None:
-    """Raises Trouble for a word in `given` that asks for something that is not done, or that nobody knows; `own` are Loft's."""
+    """Raises Trouble for a word in `given` that asks for something that is not done, or that nobody knows; `own` are
+    Loft's."""
     for name, value in given.items():
         if name not in words:
             near = difflib.get_close_matches(name, [*own, *words], 1)
@@ -58,7 +60,8 @@ def refuse(given: Mapping[str, object], words: Mapping[str, tuple], own: Iterabl
 
 
 def tiles(size: int | None, stride: int | None) -> tuple[int, int]:
-    """Tiles of `size` latent cells, `stride` apart, as DiffSynth counts them: half a tile where only the size is given."""
+    """Tiles of `size` latent cells, `stride` apart, as DiffSynth counts them: half a tile where only the size is
+    given."""
     size = size or 2 * stride
     stride = stride or size // 2
     if not 0 < stride <= size:

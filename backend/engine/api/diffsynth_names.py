@@ -1,4 +1,5 @@
-"""Names that scripts for DiffSynth-Studio import beside its pipelines: its schedules, and those that there is nothing for."""
+"""Names that scripts for DiffSynth-Studio import beside its pipelines: its schedules, and those that there is nothing
+for."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ ABSENT = {
 
 
 class FlowMatchScheduler:
-    """The noise schedule of a template (a family's `DIFFSYNTH_SCHEDULES`), for `pipe.scheduler = ...`; the first is the model's own, of its
-    scheduler_config.json, and what is meant where none is named.
+    """The noise schedule of a template (a family's `DIFFSYNTH_SCHEDULES`), for `pipe.scheduler = ...`; the first is the
+    model's own, of its scheduler_config.json, and what is meant where none is named.
 
     `changes`: of the scheduler's configuration. Raises Trouble for another template.
     """
@@ -49,7 +50,8 @@ def absent(name: str) -> None:
 
 
 def shifted(configuration: dict, mu: float | None) -> dict:
-    """Changes of a scheduler's `configuration` by which every size is shifted by `mu` (None: as it says). Raises Trouble."""
+    """Changes of a scheduler's `configuration` by which every size is shifted by `mu` (None: as it says). Raises
+    Trouble."""
     if mu is None:
         return {}
     if isinstance(mu, bool) or not isinstance(mu, int | float) or not math.isfinite(mu):

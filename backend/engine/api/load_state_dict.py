@@ -19,10 +19,11 @@ def load_state_dict(
     torch_dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a file, or of several shards together, by their names in it, in `torch_dtype` (None: as they are stored).
+    """The tensors of a file, or of several shards together, by their names in it, in `torch_dtype` (None: as they are
+    stored).
 
-    Safetensors, and pickles read so that they run no code. Raises Trouble for a file that is missing or damaged, and for a name that
-    two files have.
+    Safetensors, and pickles read so that they run no code. Raises Trouble for a file that is missing or damaged, and
+    for a name that two files have.
     """
     found: dict[str, torch.Tensor] = {}
     target = device_memory.check_device(str(device))

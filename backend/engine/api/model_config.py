@@ -1,4 +1,5 @@
-"""What the Python API is told about files: which they are, where their weights are to lie, and what model they make together."""
+"""What the Python API is told about files: which they are, where their weights are to lie, and what model they make
+together."""
 
 from __future__ import annotations
 
@@ -28,10 +29,11 @@ from backend.system.text_files import ends_with
 class ModelConfig:
     """Files, and where their weights are to lie.
 
-    Either `path` (a file, a list of shards, or a folder) or `model_id` with `origin_file_pattern` (wildcards; a list of them; a
-    trailing slash means the folder): looked for on this machine first, then downloaded. The eight fields of the four states are
-    those of `VramConfig`; dtypes may be torch's. `quantize`: which linear layers are quantized, and how. `state_dict`: the weights, in place
-    of those in the files, which then only say what model it is. `clear_parameters`: the module without any weight.
+    Either `path` (a file, a list of shards, or a folder) or `model_id` with `origin_file_pattern` (wildcards; a list of
+    them; a trailing slash means the folder): looked for on this machine first, then downloaded. The eight fields of the
+    four states are those of `VramConfig`; dtypes may be torch's. `quantize`: which linear layers are quantized, and
+    how. `state_dict`: the weights, in place of those in the files, which then only say what model it is.
+    `clear_parameters`: the module without any weight.
     """
 
     path: str | Path | Sequence[str | Path] | None = None
@@ -99,7 +101,8 @@ class ModelConfig:
         return found
 
     def loading(self, parts: Mapping[str, PartSpec]) -> dict[str, Loading]:
-        """How each of the `parts` that the files hold is loaded, where more is said of that than where its weights lie."""
+        """How each of the `parts` that the files hold is loaded, where more is said of that than where its weights
+        lie."""
         quantized = {} if self.quantize is None else _of_parts(self.quantize, parts)
         found = {name: Loading(quantized.get(name), self.state_dict, self.clear_parameters) for name in parts}
         return {name: said for name, said in found.items() if not said.is_plain}
@@ -130,7 +133,8 @@ def _check_loading(config: ModelConfig) -> None:
 
 
 def _of_parts(config: QuantizeConfig | MixedQuantizeConfig, parts: Mapping[str, PartSpec]) -> dict:
-    """Part -> config. Of files with several parts each gets what names of its layers; a target need only be in one of them."""
+    """Part -> config. Of files with several parts each gets what names of its layers; a target need only be in one of
+    them."""
     if len(parts) < 2:
         return dict.fromkeys(parts, config)
     names = {
@@ -214,9 +218,11 @@ def _word(value) -> str | None:
 def identify(
     configs: Iterable[ModelConfig], known: tuple[Family, ...], pipeline_of: Callable[[str], str]
 ) -> tuple[ModelSpec, dict[str, VramConfig], dict[str, Loading]]:
-    """The model that `configs` name together, in any order and any selection of parts, how each part is to be placed, and how some are loaded.
+    """The model that `configs` name together, in any order and any selection of parts, how each part is to be placed,
+    and how some are loaded.
 
-    `known`: the families it may be of; `pipeline_of`: what the pipeline of another family is called, for the one who took the wrong one.
+    `known`: the families it may be of; `pipeline_of`: what the pipeline of another family is called, for the one who
+    took the wrong one.
     """
     if isinstance(configs, ModelConfig | str) or not isinstance(configs, Iterable):
         raise Trouble(

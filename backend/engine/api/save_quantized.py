@@ -22,10 +22,12 @@ def save_quantized_model(
     device: str | torch.device = "auto",
     torch_dtype: torch.dtype = torch.bfloat16,
 ) -> str:
-    """Quantizes what `model_config` names, as its `quantize` says, and writes it to `output_path` (.safetensors), with the
-    config.json of the part beside it where none is there. What is not quantized is saved in `torch_dtype`. Returns the file's sha256.
+    """Quantizes what `model_config` names, as its `quantize` says, and writes it to `output_path` (.safetensors), with
+    the config.json of the part beside it where none is there. What is not quantized is saved in `torch_dtype`. Returns
+    the file's sha256.
 
-    Such a file is a model as any other: it is recognised by its header, and read without `quantize` too (dequantized then). Raises Trouble.
+    Such a file is a model as any other: it is recognised by its header, and read without `quantize` too (dequantized
+    then). Raises Trouble.
     """
     check_one(model_config, "model_config")
     if model_config.quantize is None:

@@ -1,11 +1,11 @@
-"""LoRA files on loaded parts: read in any dialect, checked whole before anything changes, added beside the weights or into them.
+"""LoRA adapters on loaded parts: loaded in any format, checked before anything changes, fused or as side branches.
 
     adapters = Adapters({"dit": module}, family=family, specs={"dit": part_spec})
     receipt = adapters.add("style.safetensors", strength=0.8, hot=True)
     adapters.set_strength(receipt, 0.5); adapters.remove(receipt); adapters.clear()
 
-For a module on its own, `load(module, file)` keeps such an object for it. Every application answers with a receipt that names what was
-matched and what was not, and why; nothing matched is an error and changes nothing.
+For a module on its own, `load(module, file)` keeps such an object for it. Every application answers with a receipt that
+names what was matched and what was not, and why; nothing matched is an error and changes nothing.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ OWN = "_own_adapters"
 class Adapters:
     """What acts on a set of parts (`modules`: part name -> module), in the order in which it was added.
 
-    `specs` tell where the parts' weights are stored, so that they can be read again; a part without one keeps a copy of what is fused
-    into. `family` gives the spellings of module names; None: found by the modules' classes among `families`.
+    `specs` tell where the parts' weights are stored, so that they can be read again; a part without one keeps a copy of
+    what is fused into. `family` gives the spellings of module names; None: found by the modules' classes among
+    `families`.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Adapters:
         self.loaded: list[Loaded] = []
         self._kept: dict[tuple[str, str], torch.Tensor] = {}
         self._changed: set[tuple[str, str]] = set()  # (part, parameter) that something has been fused into
-        self._waiting: dict[str, set[str]] | None = None  # part -> weights to be settled together, while `use` works
+        self._pending: dict[str, set[str]] | None = None  # part -> weights to be settled together, while `use` works
         self._prefers_hot: set[str] = set()
 
     @property
@@ -76,7 +77,7 @@ class Adapters:
         return tuple(one.receipt for one in self.loaded)
 
     def prefer_hot(self, part: str | None = None) -> None:
-        """From now on a LoRA acts beside the weights unless it is said otherwise (of every part, or of one)."""
+        """From now on a LoRA becomes a side branch (hot) by default, on every part, or on one."""
         self._prefers_hot |= {part} if part else set(self.modules)
 
     def add(
@@ -88,10 +89,12 @@ class Adapters:
         part: str | None = None,
         name: str = "",
     ) -> LoraReceipt:
-        """Adds a LoRA. `part`: where names without a prefix belong, and the one part it may touch beside the text encoders; None: any.
+        """Adds a LoRA. `part`: where names without a prefix belong, and the one part it may touch beside the text
+        encoders; None: any.
 
-        `hot` None: beside the weights where they are placed or quantized or `prefer_hot` was called, else into them. Raises Trouble, with nothing
-        changed, for a damaged or incomplete file, one for another model, an algorithm that is not read, or no match at all.
+        `hot` None: beside the weights where they are placed or quantized or `prefer_hot` was called, else into them.
+        Raises Trouble, with nothing changed, for a damaged or incomplete file, one for another model, an algorithm that
+        is not read, or no match at all.
         """
         check_strength(strength)
         opened = open_source(source, name)
@@ -108,7 +111,7 @@ class Adapters:
                 if modes[part]:
                     self._refresh_hot(part, {change.module for change in changes})
                 else:
-                    self._settle(part, set(names[part]))
+                    self._fuse_weights(part, set(names[part]))
         except BaseException:  # out of memory, a disk that failed: as if it had never been asked for
             self.remove(receipt)
             raise
@@ -116,7 +119,8 @@ class Adapters:
         return receipt
 
     def check(self, source: FileOrTensors, *, part: str | None = None) -> None:
-        """Raises Trouble for what `add` would refuse; nothing is changed, and the modules may be without weights (on the meta device)."""
+        """Raises Trouble for what `add` would refuse; nothing is changed, and the modules may be without weights (on
+        the meta device)."""
         read_lora(open_source(source), self.modules, self.family, self.families, weight_of=self._base_of, first=part)
 
     def set_strength(self, which: LoraReceipt | str, strength: float) -> LoraReceipt:
@@ -131,7 +135,7 @@ class Adapters:
                 if hot:
                     self._refresh_hot(part, modules_of(one.names[part]))
                 else:
-                    self._settle(part, set(one.names[part]))
+                    self._fuse_weights(part, set(one.names[part]))
         except BaseException:  # out of memory: not yet at that strength, and to be asked for again
             one.receipt = before
             raise
@@ -142,7 +146,7 @@ class Adapters:
         """Takes one LoRA off; the others stay as they are."""
         one = find(self.loaded, which)
         others = [other for other in self.loaded if other is not one]
-        if self._waiting is None:
+        if self._pending is None:
             for part in (part for part, hot in one.hot.items() if not hot):
                 self._read_again(
                     part, set(one.names[part]), others
@@ -152,7 +156,7 @@ class Adapters:
             if hot:
                 self._refresh_hot(part, modules_of(one.names[part]))
             else:
-                self._settle(part, set(one.names[part]))
+                self._fuse_weights(part, set(one.names[part]))
         self._drop_changes()
 
     def clear(self, part: str | None = None) -> None:
@@ -170,26 +174,28 @@ class Adapters:
                 self._restore(name, key)
             self._refresh_hot(name, hot)
 
-    def act_beside(self, part: str) -> None:
-        """After the weights of `part` were read anew: all that acts on it, what was fused into it too, acts beside them. Can be repeated."""
+    def unfuse_part(self, part: str) -> None:
+        """After the weights of `part` were reloaded: every LoRA of it, fused ones too, becomes a side branch. Can be
+        repeated."""
         self._changed = {(owner, name) for owner, name in self._changed if owner != part}
         for one in self.loaded:
             if not one.hot.get(part, True):
-                one.changes = self._changes_again(one)
+                one.changes = self._reread_changes(one)
                 one.hot[part], one.receipt = True, replace(one.receipt, mode="hot")
         self._refresh_hot(
             part, {module for one in self.loaded if part in one.hot for module in modules_of(one.names[part])}
         )
 
     def close(self) -> None:
-        """Lets the parts go, as they are."""
+        """Drops the references to the parts; their weights stay as they are."""
         self.modules.clear()
         self.loaded.clear()
         self._kept.clear()
         self._changed.clear()
 
     def use(self, wanted: Sequence[LoraUse], *, hot: bool | None = None) -> tuple[LoraReceipt, ...]:
-        """Makes exactly these LoRAs act, each at its strength, with as little work as that takes. Nothing changes if one is not readable."""
+        """Makes exactly these LoRAs act, each at its strength, with as little work as that takes. Nothing changes if
+        one is not readable."""
         wanted = [one for one in wanted if one.strength != 0.0]
         paths = [os.fspath(one.path) for one in wanted]
         if len(set(paths)) != len(paths):
@@ -197,7 +203,7 @@ class Adapters:
                 "bad_value", f"{max(paths, key=paths.count)} is asked for twice.", hint="Ask for it once, at the sum."
             )
         before = {one.receipt.path: one for one in self.loaded}
-        with self._settled_together():
+        with self._fused_together():
             self._use(wanted, paths, before, hot)
         order = {path: place for place, path in enumerate(paths)}
         return tuple(sorted(self.receipts, key=lambda receipt: order.get(receipt.path, len(order))))
@@ -220,19 +226,19 @@ class Adapters:
                 self.set_strength(before[os.fspath(one.path)].receipt, one.strength)
 
     @contextmanager
-    def _settled_together(self) -> Iterator[None]:
-        """Within it weights that LoRAs are fused into only wait; at the end each is made once of everything that acts then."""
-        self._waiting = {}
+    def _fused_together(self) -> Iterator[None]:
+        """Within it, fusing is deferred; at the end each weight is fused once, with all LoRAs that are loaded then."""
+        self._pending = {}
         try:
             yield
         finally:
-            waiting, self._waiting = self._waiting, None
+            waiting, self._pending = self._pending, None
             try:
                 for part, names in waiting.items():
-                    self._settle(part, names)
-            except BaseException:  # out of memory, a file that vanished: what touches these weights acts no more
+                    self._fuse_weights(part, names)
+            except BaseException:  # out of memory, a file that vanished: the LoRAs of these weights are removed
                 for part, names in waiting.items():
-                    self._let_go(part, names)
+                    self._drop_on(part, names)
                 raise
             self._drop_changes()
 
@@ -273,7 +279,7 @@ class Adapters:
                 if (spec is None or name not in spec.tensors) and (part, name) not in self._kept:
                     self._kept[part, name] = fuse.parameter(self.modules[part], name).detach().cpu().clone()
 
-    def _changes_again(self, one: Loaded) -> dict[str, list[Change]]:
+    def _reread_changes(self, one: Loaded) -> dict[str, list[Change]]:
         """The changes of a LoRA, read again if they were dropped. Raises Trouble if the file is not what it was."""
         if one.changes is not None:
             return one.changes
@@ -285,25 +291,25 @@ class Adapters:
         found = read_lora(opened, self.modules, self.family, self.families, weight_of=self._base_of)
         return found.changes
 
-    def _cold_on(self, part: str, names: set[str], loaded: Sequence[Loaded]) -> list[Loaded]:
+    def _fused_on(self, part: str, names: set[str], loaded: Sequence[Loaded]) -> list[Loaded]:
         """Those of `loaded` that are fused into some of the weights `names`, always in the same order."""
         found = [one for one in loaded if not one.hot.get(part, True) and names & set(one.names[part])]
         return sorted(found, key=lambda one: (one.order, one.receipt.strength))
 
     def _read_again(self, part: str, names: set[str], loaded: Sequence[Loaded]) -> None:
-        for one in self._cold_on(part, names, loaded):
-            one.changes = self._changes_again(one)
+        for one in self._fused_on(part, names, loaded):
+            one.changes = self._reread_changes(one)
 
-    def _settle(self, part: str, names: set[str]) -> None:
+    def _fuse_weights(self, part: str, names: set[str]) -> None:
         """Makes weights `names` what their file has and everything that is fused into them, rounded once."""
-        if self._waiting is not None:
-            self._waiting.setdefault(part, set()).update(names)
+        if self._pending is not None:
+            self._pending.setdefault(part, set()).update(names)
             return
-        fused = self._cold_on(part, names, self.loaded)
+        fused = self._fused_on(part, names, self.loaded)
         self._read_again(part, names, self.loaded)
         uses: dict[str, list[tuple[Change, float]]] = {name: [] for name in names}
         for one in fused:
-            for change in one.changes[part]:
+            for change in one.changes_of(part):
                 if change.name in uses:
                     uses[change.name].append((change, one.receipt.strength))
         for name, here in uses.items():
@@ -325,14 +331,14 @@ class Adapters:
             fuse.fuse(weight, change, strength, weight.detach().clone() if change.dora else None)
 
     def _drop_changes(self) -> None:
-        """What can be read again from its file, and is not needed beside a layer, takes no memory."""
-        for one in self.loaded if self._waiting is None else ():
+        """Frees changes that are in no side branch and can be read again from their file."""
+        for one in self.loaded if self._pending is None else ():
             if isinstance(one.source, Path) and not any(one.hot.values()):
                 one.changes = None
 
-    def _let_go(self, part: str, names: set[str]) -> None:
+    def _drop_on(self, part: str, names: set[str]) -> None:
         """Weights `names` as their file has them, and no LoRA any more that was to act on them."""
-        gone = self._cold_on(part, names, self.loaded)
+        gone = self._fused_on(part, names, self.loaded)
         self.loaded = [one for one in self.loaded if one not in gone]
         for one in gone:
             for other, touched in one.names.items():
@@ -343,12 +349,12 @@ class Adapters:
                         self._restore(other, name)
 
     def _multiplied(self, part: str) -> set[str]:
-        """Modules beside which something acts that multiplies the weight."""
+        """Modules with a side branch that multiplies the weight (DoRA, OFT)."""
         return {
             change.module
             for one in self.loaded
             if one.hot.get(part)
-            for change in one.changes[part]
+            for change in one.changes_of(part)
             if is_multiplicative(change)
         }
 
@@ -361,19 +367,20 @@ class Adapters:
             self._kept.pop((part, name), None)
 
     def _refresh_hot(self, part: str, modules: Iterable[str]) -> None:
-        """Makes the branches beside `modules` what the loaded LoRAs say."""
+        """Rebuilds the side branches of `modules` from the loaded LoRAs."""
         uses: dict[str, list[tuple[Change, float]]] = {name: [] for name in modules}
         fused = {name for one in self.loaded if not one.hot.get(part, True) for name in one.names[part]}
         for one in self.loaded:
             if one.hot.get(part):
-                for change in one.changes[part]:
+                for change in one.changes_of(part):
                     if change.module in uses:
                         uses[change.module].append((self._of_base(part, change, fused), one.receipt.strength))
         for name, here in uses.items():
             side_branch.attach(self.modules[part].get_submodule(name), here)
 
     def _of_base(self, part: str, change: Change, fused: set[str]) -> Change:
-        """A change that multiplies the weight, as what it adds to the model's own where others are fused into the layer's."""
+        """A change that multiplies the weight, as what it adds to the model's own where others are fused into the
+        layer's."""
         if change.name not in fused or not is_multiplicative(change):
             return change
         base = self._base_of(part, change.name).float() if change.dora else None
@@ -389,7 +396,8 @@ def of(module: nn.Module) -> Adapters:
 
 
 def load(module: nn.Module, source: FileOrTensors, *, strength: float = 1.0, hot: bool | None = None) -> LoraReceipt:
-    """Adds a LoRA to any module by itself (a diffusers transformer or UNet); `of(module)` takes it off or changes it."""
+    """Adds a LoRA to any module by itself (a diffusers transformer or UNet); `of(module)` takes it off or changes
+    it."""
     return of(module).add(source, strength=strength, hot=hot)
 
 

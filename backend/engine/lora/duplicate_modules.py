@@ -1,7 +1,8 @@
-"""One module described twice in one file, under whatever spellings: equal descriptions count once, different ones are refused.
+"""Duplicate modules in a LoRA file, under whatever spellings: equal ones count once, different ones are an error.
 
-What a description does is compared, not how it is stored: `lora_A`/`lora_B` beside `lora_down`/`lora_up` and an alpha, a fused module beside
-its parts, a named adapter beside the plain name. Every reader of LoRA files, for use or for the tools, asks here.
+What a description does is compared, not how it is stored: `lora_A`/`lora_B` beside `lora_down`/`lora_up` and an alpha,
+a fused module beside its parts, a named adapter beside the plain name. Every reader of LoRA files, for use or for the
+tools, asks here.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ TOLERANCE = 1e-6  # of a change's largest number: float32 products of equal fact
 def lend_alphas(
     grouped: Mapping[str, Mapping[str, str]], owners: Mapping[str, Hashable], source: Source
 ) -> dict[str, Mapping[str, str]]:
-    """`grouped` with every alpha that stands alone under one spelling of a module given to that module's factors under another.
+    """`grouped` with every alpha that stands alone under one spelling of a module given to that module's factors under
+    another.
 
-    `owners`: stem -> what it stands for; stems without one are left as they are. Raises Trouble("repeated") for an alpha beside another one,
-    and for magnitudes under two names, that differ.
+    `owners`: stem -> what it stands for; stems without one are left as they are. Raises Trouble("repeated") for an
+    alpha beside another one, and for magnitudes under two names, that differ.
     """
     _check_pairs_of_names(grouped, owners, source)
     alone = {owners[stem]: stem for stem, roles in grouped.items() if set(roles) == {"alpha"} and stem in owners}
@@ -85,7 +87,8 @@ class Claims:
     repeated: set[str] = field(default_factory=set)  # stems that say again what another has said
 
     def is_new(self, parameter: str, claim: Claim) -> bool:
-        """Whether nothing else in the file does this to `parameter` already. Raises Trouble("repeated") where something does another thing."""
+        """Whether nothing else in the file does this to `parameter` already. Raises Trouble("repeated") where something
+        does another thing."""
         here = self.taken.setdefault(parameter, [])
         for other in here:
             if other.stem == claim.stem or not _overlap(other.place, claim.place):
@@ -103,7 +106,8 @@ class Claims:
         if not num:
             return ""
         first = plain(sorted(self.repeated)[0])
-        return f"{num} module{'s are' if num > 1 else ' is'} in the file twice with equal values and applied once ({first})"
+        modules = f"{num} modules are" if num > 1 else "1 module is"
+        return f"{modules} in the file twice with equal values and applied once ({first})"
 
 
 def _overlap(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:

@@ -1,8 +1,9 @@
-"""Cold LoRA: changes added into resident weights, and weights put back exactly as their file has them.
+"""Fuse (merge) LoRAs into resident weights ("cold"), and restore the weights exactly as their files have them.
 
-The change is computed and added in float32 and rounded once to the weight's dtype, in strips of rows that stay in the processor's cache; where the
-processor multiplies bfloat16 and sums in float32, from factors split into bfloat16 digits, to 2^-16 of the change (the weight's own rounding is 2^-9).
-Several changes of one weight are added up in float32, from the weight as its file has it, and rounded once together.
+The change is computed and added in float32 and rounded once to the weight's dtype, in strips of rows that stay in the
+processor's cache; where the processor multiplies bfloat16 and sums in float32, from factors split into bfloat16 digits,
+to 2^-16 of the change (the weight's own rounding is 2^-9). Several changes of one weight are added up in float32, from
+the weight as its file has it, and rounded once together.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ STRIP = 1 << 17  # numbers of a weight worked on at a time: half a MiB of float3
 
 
 def parameter(module: nn.Module, name: str) -> torch.Tensor:
-    """The parameter or buffer `name` (dotted) of `module`."""
+    """The parameter or buffer `name` (dotted) of `module`, in its own shape."""
     path, _, leaf = name.rpartition(".")
     return getattr(module.get_submodule(path), leaf)
 
 
 @torch.no_grad()
 def fuse(weight: torch.Tensor, change: Change, strength: float, base: torch.Tensor | None = None) -> None:
-    """weight += strength * change, in place. `base`: the unchanged weight, needed where the change is a DoRA."""
+    """Merges: weight += strength * change, in place, computed in float32 and rounded once to the weight's dtype.
+
+    `weight` has the shape of the change. `base`: the unchanged weight, of that shape, needed where it is a DoRA.
+    """
     body = change.body
     if isinstance(body, LowRank) and change.dora is None:
         _add_low_rank(weight, body, strength)
@@ -39,7 +43,8 @@ def fuse(weight: torch.Tensor, change: Change, strength: float, base: torch.Tens
 
 @torch.no_grad()
 def fuse_all(weight: torch.Tensor, uses: Sequence[tuple[Change, float]], base: torch.Tensor) -> None:
-    """weight = base + the sum of strength * change, rounded once. `base`: the unchanged weight, on any device."""
+    """weight = base + the sum of strength * change, rounded once. `base`: the unchanged weight (same shape), on any
+    device."""
     total = base.to(weight.device, torch.float32, copy=True)
     whole = base.cpu() if any(change.dora for change, _ in uses) else None
     for change, strength in uses:
@@ -66,7 +71,8 @@ def _has_bf16_products() -> bool:
 
 
 def _in_bf16(up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factors in bfloat16 whose product is that of `up` and `down`: high times high, high times low and low times high, side by side."""
+    """Factors in bfloat16 whose product is that of `up` and `down`: high times high, high times low and low times high,
+    side by side."""
     if up.dtype == down.dtype == torch.bfloat16:
         return up, down
     ups, downs = _digits(up), _digits(down)
@@ -94,7 +100,8 @@ def _add_in_strips(flat: torch.Tensor, up: torch.Tensor, down: torch.Tensor, sca
 
 
 def original(name: str, part: PartSpec | None, kept: dict[str, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """The unchanged values of the parameter `name`: from its file, or where there is no file from the copy that was kept."""
+    """The unmerged values of the parameter `name`, in the shape and dtype of `like`: from its file, or where there is
+    none from the copy in `kept`."""
     if part is None or name not in part.tensors:
         return kept[name]
     return load.read_tensor(part.tensors[name], part.scales.get(name)).to(like.dtype)
@@ -102,5 +109,5 @@ def original(name: str, part: PartSpec | None, kept: dict[str, torch.Tensor], li
 
 @torch.no_grad()
 def restore(weight: torch.Tensor, values: torch.Tensor) -> None:
-    """Puts `values` back, bit for bit."""
+    """Unmerges: copies `values` (as many numbers as `weight`) back, bit for bit."""
     weight.copy_(values.view(weight.shape))

@@ -1,4 +1,4 @@
-"""What is known of a LoRA that acts, and small questions about it."""
+"""The record of a loaded LoRA: receipt, changed parameters, fused (cold) or side branch (hot); look-ups by name."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch import nn
 from backend.catalog.family import Family
 from backend.catalog.models import match_parts
 from backend.engine.loading.tensor_source import Source
-from backend.engine.lora.algorithms.delta import Change
-from backend.engine.lora.algorithms.oft import OutputRotation, Rotation
+from backend.engine.lora.algorithms.delta import Change, OutputRotation, Rotation
 from backend.engine.lora.read import ReadLora
 from backend.schema.messages import Trouble
 from backend.schema.request import LoraReceipt
@@ -24,17 +23,24 @@ FileOrTensors = str | os.PathLike | Mapping[str, torch.Tensor]
 
 @dataclass
 class Loaded:
-    """One LoRA that acts. `changes`: by part; for a cold one they are dropped and read again from the file when needed."""
+    """One LoRA that acts. `changes`: by part; for a cold one they are dropped and read again from the file when
+    needed."""
 
     source: FileOrTensors
     receipt: LoraReceipt
     names: dict[str, tuple[str, ...]]  # part -> parameters it changes
     changes: dict[str, list[Change]] | None = None
-    hot: dict[str, bool] = field(default_factory=dict)  # part -> beside the weights, or in them
-    order: str = ""  # what sorts it among others, whenever it was added: sums in float32 depend on the order
+    hot: dict[str, bool] = field(default_factory=dict)  # part -> side branch, or (False) fused into the weights
+    order: str = ""  # sorts it among others, whenever it was added: sums in float32 depend on the order
+
+    def changes_of(self, part: str) -> list[Change]:
+        """Its changes of `part`, which must be in memory."""
+        assert self.changes is not None, f"the changes of {self.receipt.name} were dropped"
+        return self.changes[part]
 
 
 def receipt_of(opened: Source, found: ReadLora, *, strength: float, hot: bool) -> LoraReceipt:
+    """What the user is told of a loaded LoRA: file, hash, strength, how many layers matched, unused keys."""
     return LoraReceipt(
         name=opened.name,
         path=str(opened.path or ""),
@@ -62,7 +68,8 @@ def digest_of(opened: Source) -> str:
 
 
 def is_multiplicative(change: Change) -> bool:
-    """Whether a change multiplies the weight, so that it must meet the model's own and not what others have made of it."""
+    """Whether a change multiplies the weight, so that it must meet the model's own and not what others have made of
+    it."""
     return change.dora is not None or isinstance(change.body, Rotation | OutputRotation)
 
 
@@ -88,6 +95,7 @@ def modules_of(names: Iterable[str]) -> set[str]:
 
 
 def of_part(kept: Mapping[tuple[str, str], torch.Tensor], part: str) -> dict[str, torch.Tensor]:
+    """The tensors (of any shapes) of one part, by parameter name."""
     return {name: tensor for (owner, name), tensor in kept.items() if owner == part}
 
 
@@ -97,7 +105,8 @@ def check_strength(strength: float) -> None:
 
 
 def family_of(modules: Mapping[str, nn.Module], families: Sequence[Family]) -> Family | None:
-    """The family whose networks these modules are; of several that share a class, the one whose parameters they have."""
+    """The family whose networks these modules are; of several that share a class, the one whose parameters they
+    have."""
     for part, module in modules.items():
         kinds = {kind.__name__ for kind in type(module).__mro__}
         found = [one for one in families if part in one.PARTS and one.PARTS[part].network.rpartition(":")[2] in kinds]

@@ -1,10 +1,13 @@
-"""LoRA in training without copies: what peft's layer computes, keeping for the backward pass nothing but the layer's own input.
+"""Memory-efficient LoRA linear layer for training: autograd saves only the layer's own input, uncopied.
 
-peft casts each input to the adapter's float32 (and autocast casts that back), and a graph keeps such a copy for every adapter. Here the
-input itself is kept, which layers that read the same tensor share, besides one number a token and rank.
+peft casts each input to the adapter's float32 (and autocast casts that back), and a graph keeps such a copy for every
+adapter. Here the input itself is kept, which layers that read the same tensor share, besides one number a token and
+rank.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from peft.tuners.lora.layer import Linear
@@ -12,10 +15,13 @@ from torch.autograd.function import once_differentiable
 
 
 class _Added(torch.autograd.Function):
-    """`result + scale * x A^T B^T`, computed in the dtype of `result`. x (..., in), result (..., out), A (rank, in), B (out, rank)."""
+    """`result + scale * x A^T B^T`, computed in the dtype of `result`. x (..., in), result (..., out), A (rank, in), B
+    (out, rank)."""
 
     @staticmethod
-    def forward(ctx, x, result, a, b, scale: float):
+    def forward(
+        ctx: Any, x: torch.Tensor, result: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         dtype = result.dtype
         inner = x.to(dtype) @ a.to(dtype).t()
         ctx.save_for_backward(x, inner, a, b)
@@ -25,7 +31,7 @@ class _Added(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         x, inner, a, b = ctx.saved_tensors
         dtype, flat = grad.dtype, grad.reshape(-1, len(b))
         of_inner = (flat @ b.to(dtype)).mul_(ctx.scale)
@@ -42,7 +48,8 @@ def _as(gradient: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor | N
 class LeanLinear(Linear):
     """peft's layer of one plain adapter, with the same weights, names and gradients."""
 
-    def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """x (..., in) to (..., out), in the base layer's dtype."""
         if self.disable_adapters or self.merged or args or kwargs:
             return super().forward(x, *args, **kwargs)
         name = self.active_adapters[0]
@@ -51,7 +58,8 @@ class LeanLinear(Linear):
 
 
 def make_lean(module: torch.nn.Module) -> int:
-    """Makes every layer of `module` that has one plain LoRA (no dropout, no variant such as DoRA, no bias) keep less; returns how many.
+    """Makes every layer of `module` that has one plain LoRA (no dropout, no variant such as DoRA, no bias) keep less;
+    returns how many.
 
     Weights, their names and what is saved stay as they are.
     """
@@ -71,6 +79,7 @@ def _is_plain(layer: Linear) -> bool:
 
 
 def computes_alone(module: torch.nn.Module) -> bool:
-    """Whether everything that trains in `module` belongs to lean layers: it then computes in its weights' dtype, without autocast."""
+    """Whether everything that trains in `module` belongs to lean layers: it then computes in its weights' dtype,
+    without autocast."""
     lean = {id(weight) for layer in module.modules() if isinstance(layer, LeanLinear) for weight in layer.parameters()}
     return all(id(weight) in lean for weight in module.parameters() if weight.requires_grad)

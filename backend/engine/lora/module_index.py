@@ -1,4 +1,4 @@
-"""The module lists of loaded parts, for looking up where a LoRA's modules belong (`backend.catalog.lora.module_lookup`)."""
+"""Index of the modules of loaded parts, for resolving a LoRA's module names (`backend.catalog.lora.module_lookup`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole LoRA read against the loaded parts: every change it makes, everything that is left over and why. Nothing is applied here."""
+"""Read a LoRA file against the loaded parts: every change it makes, unused keys and why. Nothing is applied here."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ def read_lora(
 ) -> ReadLora:
     """Everything in `source` that `modules` (part -> module) have a place for.
 
-    `weight_of(part, parameter)` gives base values, which DoRA needs. `first`: the part that names without a prefix belong to; no other
-    part but a text encoder is then touched. Raises Trouble for whatever makes the file unusable as a whole.
+    `weight_of(part, parameter)` gives base values, which DoRA needs. `first`: the part that names without a prefix
+    belong to; no other part but a text encoder is then touched. Raises Trouble for whatever makes the file unusable as
+    a whole.
     """
     grouped, others = group(source.shapes)
     _check_is_adapter(source, grouped, others)
@@ -78,7 +79,8 @@ def read_lora(
     try:
         _build(source, grouped, found, modules, weight_of, result)
     except Trouble as trouble:
-        if trouble.kind == "shape_mismatch" and _strangers(source, outline.widths, family, families):
+        other = family is not None and _strangers(source, outline.widths, family, families)
+        if trouble.kind == "shape_mismatch" and family is not None and other:
             raise _other_family(source, outline.widths, family, families, trouble.message) from None
         raise
     if not any(result.changes.values()):
@@ -87,7 +89,8 @@ def read_lora(
 
 
 def _check_is_adapter(source: Source, grouped: Mapping, others: Sequence[str]) -> None:
-    """Raises Trouble for what is no LoRA: nothing at all, a model, or one whose low-rank branches belong to its packed weights."""
+    """Raises Trouble for what is no LoRA: nothing at all, a model, or one whose low-rank branches belong to its packed
+    weights."""
     packed = next((key for key in others if key.endswith(".qweight")), None)
     if packed is None and grouped:
         return
@@ -106,12 +109,13 @@ def _indexes(modules: Mapping, family: Family | None, first: str | None) -> dict
 def _whole_parameters(
     source: Source, others: list[str], found: dict[str, Resolved | str], indexes: Mapping, modules: Mapping
 ) -> tuple[dict[str, dict[str, str]], list[str], list[str]]:
-    """({module: {role: key}} of tensors that are parameters of this model as a whole, the other keys, keys of inputs of another size).
-    `found` gets the modules' places.
+    """({module: {role: key}} of tensors that are parameters of this model as a whole, the other keys, keys of inputs of
+    another size). `found` gets the modules' places.
 
-    Trainers save so what they trained beside their pairs (norms of FLUX.1's control LoRAs, `bias="all"` and `modules_to_save` of PEFT).
-    Left out, the rest of the file would act without what it was trained with. A matrix that is as high as the model's and not as wide takes
-    other inputs (Wan's patch embedding of another task) and stays out; anything else of another size makes the file unusable.
+    Trainers save so what they trained beside their pairs (norms of FLUX.1's control LoRAs, `bias="all"` and
+    `modules_to_save` of PEFT). Left out, the rest of the file would act without what it was trained with. A matrix that
+    is as high as the model's and not as wide takes other inputs (Wan's patch embedding of another task) and stays out;
+    anything else of another size makes the file unusable.
     """
     wholes, left, resized = {}, [], []
     for key in others:
@@ -125,7 +129,7 @@ def _whole_parameters(
             continue
         own = _shape(modules[place.part], f"{place.slots[0].module}.weight") or ()
         size = source.shapes[key]
-        if len(place.slots) == 1 and len(size) == len(own) > 1 and size[0] == own[0] and size != own:
+        if len(place.slots) == 1 and len(size) == len(own) > 1 and size[:1] == own[:1] and size != own:
             resized.append(key)
             continue
         name = f"{stem} ({leaf})"
@@ -141,7 +145,8 @@ def _whole_parameters(
 
 
 def _of_one_expert(found: dict[str, Resolved | str]) -> dict[str, Resolved | str]:
-    """A file for both of Wan 2.2's transformers must not put both changes on the one that is loaded: the first's are taken."""
+    """A file for both of Wan 2.2's transformers must not put both changes on the one that is loaded: the first's are
+    taken."""
     second = {stem for stem, place in found.items() if not isinstance(place, str) and SECOND in place.reading.prefix}
     if len(second) == sum(not isinstance(place, str) and place.part == "dit" for place in found.values()):
         return found
@@ -211,7 +216,8 @@ def _build(
 
 
 def _names(place: Resolved) -> tuple[str, ...]:
-    """What rules for alpha may call a module: as the file has it, then, where it is one module here, by the model's own name."""
+    """What rules for alpha may call a module: as the file has it, then, where it is one module here, by the model's own
+    name."""
     own = (place.slots[0].module,) if len(place.slots) == 1 else ()
     return tuple(dict.fromkeys((place.reading.name, *own)))
 
@@ -271,7 +277,8 @@ def _check_family(source: Source, found: Mapping, widths: tuple, family: Family 
 
 
 def _strangers(source: Source, widths: tuple, family: Family | None, families: Sequence) -> tuple[str, ...]:
-    """The families that a LoRA can be for if the model's is not among them; metadata decides where names leave a choice."""
+    """The families that a LoRA can be for if the model's is not among them; metadata decides where names leave a
+    choice."""
     by_names = families_of(widths, {}, families)[1]
     possible = families_of(widths, source.metadata, families)[1] if by_names else ()
     return possible if family is not None and family.NAME not in possible else ()
@@ -280,7 +287,8 @@ def _strangers(source: Source, widths: tuple, family: Family | None, families: S
 def _other_family(source: Source, widths: tuple, family: Family, families: Sequence, detail: str) -> Trouble:
     return Trouble(
         "wrong_family",
-        f"{source.name} is a LoRA for {_titles(_strangers(source, widths, family, families), families)}; the model is {family.TITLE}.",
+        f"{source.name} is a LoRA for {_titles(_strangers(source, widths, family, families), families)}; "
+        f"the model is {family.TITLE}.",
         hint="Choose a LoRA for this model; nothing was changed.",
         detail=detail,
     )

@@ -1,4 +1,4 @@
-"""The adapters that are trained, as peft is told of them."""
+"""PEFT configurations of the adapters that are trained (LoRA, DoRA, rsLoRA, LoHa, LoKr, OFT)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def peft_config(
     alphas: Mapping[str, float] | None = None,
     turning: Turning = TURNING,
 ):
-    """peft's configuration of `algorithm` ("lora", "dora", "rslora", "loha", "lokr", "oft") on `modules`; of OFT `rank` is the size of a block.
+    """peft's configuration of `algorithm` ("lora", "dora", "rslora", "loha", "lokr", "oft") on `modules`; of OFT `rank`
+    is the size of a block.
 
     `ranks`, `alphas`: others for ends of names.
     """

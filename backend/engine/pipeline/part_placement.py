@@ -37,7 +37,7 @@ def place(pipeline, name: str, module: torch.nn.Module, tell: Callable[[int, int
     )
     if name in pipeline.adapters.modules:  # its weights were read anew
         try:
-            pipeline.adapters.act_beside(name)
+            pipeline.adapters.unfuse_part(name)
         except BaseException:
             found.close()
             raise

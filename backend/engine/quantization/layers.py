@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 from torch import nn
 
@@ -18,7 +20,7 @@ def backend_of(layer: nn.Module) -> Backend | None:
     return next((backend for backend in _DISTINCT if backend.owns(layer)), None)
 
 
-def is_quantized(layer: nn.Module) -> bool:
+def is_quantized(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether `layer` is a linear layer whose `weight` holds codes and not its numbers."""
     return backend_of(layer) is not None
 
@@ -38,13 +40,19 @@ def weight_shape(layer: nn.Module) -> tuple[int, ...] | None:
 
 def computing_dtype(layer: nn.Linear) -> torch.dtype:
     """What a quantized layer's weight is dequantized to."""
-    return backend_of(layer).computing_dtype(layer)
+    return _backend_of_quantized(layer).computing_dtype(layer)
 
 
 @torch.no_grad()
 def full_weight(layer: nn.Linear) -> torch.Tensor:
     """The weight (out, in) that a quantized layer computes with, in its computing dtype, in memory of its own."""
-    return backend_of(layer).full_weight(layer).detach()
+    return _backend_of_quantized(layer).full_weight(layer).detach()
+
+
+def _backend_of_quantized(layer: nn.Linear) -> Backend:
+    backend = backend_of(layer)
+    assert backend is not None, "only a quantized layer has a backend"
+    return backend
 
 
 @torch.no_grad()

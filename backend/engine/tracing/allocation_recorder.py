@@ -1,14 +1,16 @@
 """A tape of every tensor storage that a piece of torch code makes and drops, as a CUDA device would see it.
 
-The code runs on fake CPU tensors (sizes without contents), so it needs neither weights nor a card. Fake CUDA tensors are of no use:
-their backward aborts in a build without CUDA. What a card does otherwise than the CPU is put in its place while the tape runs:
+The code runs on fake CPU tensors (sizes without contents), so it needs neither weights nor a card. Fake CUDA tensors
+are of no use: their backward aborts in a build without CUDA. What a card does otherwise than the CPU is put in its
+place while the tape runs:
 
-* attention: the fused kernel keeps q, k, v, its output and one float32 per row; its backward needs a float32 accumulator for dq;
+* attention: the fused kernel keeps q, k, v, its output and one float32 per row; its backward needs a float32
+  accumulator for dq;
 * `rms_norm`: one kernel that keeps its input and one float32 per row;
 * convolutions in 16 bits: cuDNN turns input, output and filter into channels-last copies in its workspace.
 
-These are replaced functions, not a torch function mode: a mode is left during `backward`, and recomputation under checkpointing
-would then run another kernel than the forward did.
+These are replaced functions, not a torch function mode: a mode is left during `backward`, and recomputation under
+checkpointing would then run another kernel than the forward did.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm"))
 
 @dataclass
 class Tape:
-    """`sizes[i]` bytes of storage i; `events` in order: i for its making, ~i for its end. `marks` name positions in `events`."""
+    """`sizes[i]` bytes of storage i; `events` in order: i for its making, ~i for its end. `marks` name positions in
+    `events`."""
 
     sizes: list[int] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
@@ -172,8 +175,8 @@ def _as_on_cuda(tape: Tape):
 def record(work: Callable[[Tape], object], *, weights=(), workspace: bool = True, fake: bool = True) -> Tape:
     """Run `work(tape)` and return what it made and dropped; `weights` (tensors) are not counted.
 
-    With `fake` the code must run under a `FakeTensorMode` that the caller holds (see `fakes`) and is counted as on CUDA; without,
-    real tensors are counted as they are, which is how the prediction is held against the truth.
+    With `fake` the code must run under a `FakeTensorMode` that the caller holds (see `fakes`) and is counted as on
+    CUDA; without, real tensors are counted as they are, which is how the prediction is held against the truth.
     """
     tape = Tape()
     recorder = _Recorder(tape, workspace)

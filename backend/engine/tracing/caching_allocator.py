@@ -1,9 +1,10 @@
 """torch's caching allocator, replayed on a tape: how much a device must hold beyond the bytes that are alive.
 
-Rules as torch documents them for its native CUDA allocator: sizes in steps of 512 B; blocks up to 1 MiB come from segments of
-2 MiB, up to 10 MiB from segments of 20 MiB, larger ones from segments of their own in steps of 2 MiB; best fit; a block is split
-where the rest is useful; a freed block joins its neighbours; when the device is full, segments that hold nothing are given back
-and the request is tried again. With `expandable` there is one growing segment for each size class.
+Rules as torch documents them for its native CUDA allocator: sizes in steps of 512 B; blocks up to 1 MiB come from
+segments of 2 MiB, up to 10 MiB from segments of 20 MiB, larger ones from segments of their own in steps of 2 MiB; best
+fit; a block is split where the rest is useful; a freed block joins its neighbours; when the device is full, segments
+that hold nothing are given back and the request is tried again. With `expandable` there is one growing segment for each
+size class.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Working memory of a run on a CPU, as closed forms: of its steps with all gradients, and of a sample's pass.
 
-The backward pass has two sections: activations are most where it begins, gradients where it ends, and what lies between is less than
-one of them.
+The backward pass has two sections: activations are most where it begins, gradients where it ends, and what lies between
+is less than one of them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ KERNELS = cpu_training_step.KERNELS
 def forms_of(network: str, config: dict, known: dict, dtype: torch.dtype, name: str) -> Iterator[tuple[str, dict]]:
     """All forms of a run in `dtype` (called `name`), what is asked for most often first.
 
-    Of steps under "KERNEL/TARGETS/checkpointed|kept/DTYPE": features and, of each section, the pieces of each depth, for one picture ("b1")
-    and more ("bn"). Of samples under "KERNEL/sample/TARGETS/DTYPE": one picture, and both halves of guidance ("b2").
+    Of steps under "KERNEL/TARGETS/checkpointed|kept/DTYPE": features and, of each section, the pieces of each depth,
+    for one picture ("b1") and more ("bn"). Of samples under "KERNEL/sample/TARGETS/DTYPE": one picture, and both halves
+    of guidance ("b2").
     """
     for key in names_of_forms(known, dtype, name):
         yield key, form_of(network, config, known, key)
@@ -54,8 +55,8 @@ def names_of_forms(known: dict, dtype: torch.dtype, name: str) -> Iterator[str]:
 
 
 def form_of(network: str, config: dict, known: dict, key: str) -> dict:
-    """The form that is called `key`, as `forms_of` names them; after "@" targets may name a method other than a lean LoRA. Raises ValueError
-    for what is no such name."""
+    """The form that is called `key`, as `forms_of` names them; after "@" targets may name a method other than a lean
+    LoRA. Raises ValueError for what is no such name."""
     kernel, *words, name = key.split("/")
     dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}.get(name)
     if dtype is None or kernel not in cpu_training_step.KERNELS or len(words) != 2:
@@ -101,7 +102,8 @@ def step_form(
     checkpointed: bool,
     method: Method = LORA,
 ) -> dict:
-    """The form of a step with adapters on `targets`, or (none) of all weights: features, and each section's pieces at each depth."""
+    """The form of a step with adapters on `targets`, or (none) of all weights: features, and each section's pieces at
+    each depth."""
     names, points = names_of(many=many), points_of(kernel, many=many, rank=method.rank)
     span = SPAN[kernel] | {"b": PICTURES if many else (1, 1), "r": RANKS if targets else (1, 1)}
     sections = {section: [] for section in SECTIONS}
@@ -123,7 +125,8 @@ def _centred(pieces: list[list[float]]) -> list[list[float]]:
 
 
 def names_of(*, many: bool) -> list[str]:
-    """What a storage of a step of one picture, or of `many`, can be a multiple of: s is all tokens, which attention may square."""
+    """What a storage of a step of one picture, or of `many`, can be a multiple of: s is all tokens, which attention may
+    square."""
     apart = ["1", "r", "n", "t", "s", "nr", "tr", "sr", "ss"]
     return [*apart, *("b" if one == "1" else f"b{one}" for one in apart)] if many else apart
 
@@ -181,7 +184,8 @@ def step_tape(
 def samples(
     network: str, config: dict, known: dict, dtype: torch.dtype, kernel: str, targets: str, *, method: Method = LORA
 ) -> dict:
-    """Forms of a sample's pass, one picture and both halves of guidance: autocast keeps copies of all weights that train in float32."""
+    """Forms of a sample's pass, one picture and both halves of guidance: autocast keeps copies of all weights that
+    train in float32."""
     names, wanted = ["1", "n", "t", "s", "ss"], known["lora"].get(targets, [])
     found = {name: {"features": names, "pieces": []} for name in ("b1", "b2")}
     with fakes():

@@ -1,6 +1,8 @@
-"""What a run does with a network on a CPU, on fake tensors: its step from noisy latents to gradients, and a pass of a sample.
+"""What a run does with a network on a CPU, on fake tensors: its step from noisy latents to gradients, and a pass of a
+sample.
 
-The trainer's own attention, the CPU's kernels and torch's own autocast are traced as they are; nothing stands for a card's.
+The trainer's own attention, the CPU's kernels and torch's own autocast are traced as they are; nothing stands for a
+card's.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ def network(
     kernel: str,
     method: Method = LORA,
 ) -> torch.nn.Module:
-    """The network as a run on a CPU has it: with adapters on `targets`, or (none) with weights in float32 that train."""
+    """The network as a run on a CPU has it: with adapters on `targets`, or (none) with weights in float32 that
+    train."""
     module = forward_calls.build(name, config, dtype if targets else torch.float32)
     if kernel == "plain":
         forward_calls.owner(module)[0].use_cpu_attention(module)
@@ -58,8 +61,8 @@ def step_tape(
     lean: bool,
     drawing: int = 0,
 ) -> Tape:
-    """One step without gradients of an earlier one, with marks. `blocks` in the order in which they compute; `lean`: no autocast; `drawing`:
-    denoising steps of a student."""
+    """One step without gradients of an earlier one, with marks. `blocks` in the order in which they compute; `lean`: no
+    autocast; `drawing`: denoising steps of a student."""
 
     def work(tape: Tape) -> None:
         latents, noise = _latents(module, point), _latents(module, point)

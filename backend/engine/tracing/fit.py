@@ -1,8 +1,9 @@
 """Tapes to closed forms: the peak of a stage as the greatest of a few sums, without torch at the time of asking.
 
-The size of each storage is a sum of products of a point's variables (tokens times pictures, tokens times rank, ...), and the order of
-events does not depend on them. So a few tapes give every event's coefficients, running sums of those give what is alive after each
-event, and the peak is the greatest of them. Only those that are greatest somewhere are kept.
+The size of each storage is a sum of products of a point's variables (tokens times pictures, tokens times rank, ...),
+and the order of events does not depend on them. So a few tapes give every event's coefficients, running sums of those
+give what is alive after each event, and the peak is the greatest of them. Only those that are greatest somewhere are
+kept.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ def fit(
     section: tuple[str, str] | None = None,
     single: bool = False,
 ) -> dict:
-    """The closed form of the stage whose `tapes` were taken at `points`; exact within `span` (variable -> least, greatest).
+    """The closed form of the stage whose `tapes` were taken at `points`; exact within `span` (variable -> least,
+    greatest).
 
-    `section`: of the events between these two marks alone ("": the beginning). `single`: each storage is a multiple of one of `names`
-    rather than a sum, which three points tell. Raises ValueError where the tapes are not the same events, or are not sums of `names`.
+    `section`: of the events between these two marks alone ("": the beginning). `single`: each storage is a multiple of
+    one of `names` rather than a sum, which three points tell. Raises ValueError where the tapes are not the same
+    events, or are not sums of `names`.
     """
     events = [_settled(tape.events) for tape in tapes]
     if any(one != events[0] for one in events):
@@ -65,14 +68,15 @@ def fit(
 
 
 def _sums(matrix: numpy.ndarray, sizes: numpy.ndarray) -> numpy.ndarray:
-    """Coefficients (features, storages) of `sizes` (points, storages), given the features of the points (points, features)."""
+    """Coefficients (features, storages) of `sizes` (points, storages), given the features of the points (points,
+    features)."""
     coefficients, *_ = numpy.linalg.lstsq(matrix / matrix.max(0), sizes, rcond=None)
     return coefficients / matrix.max(0)[:, None]
 
 
 def _multiples(names: list[str], matrix: numpy.ndarray, sizes: numpy.ndarray) -> numpy.ndarray:
-    """The same where each storage is a multiple of the first feature that it is proportional to. Small ones, such as angles of a
-    picture's rows, may be none: they are taken as always the largest."""
+    """The same where each storage is a multiple of the first feature that it is proportional to. Small ones, such as
+    angles of a picture's rows, may be none: they are taken as always the largest."""
     sizes = numpy.where(
         sizes.max(0) <= ROUNDING / 4, numpy.where(_proportional(matrix, sizes).any(0), sizes, sizes.max(0)), sizes
     )
@@ -99,7 +103,8 @@ def evaluate(form: dict, point: dict) -> float:
 
 
 def with_rank(form: dict, nbytes: float, traced: int) -> dict:
-    """`form`, traced with adapters of one rank, for any: `nbytes` for each token and rank lie between their two matrices."""
+    """`form`, traced with adapters of one rank, for any: `nbytes` for each token and rank lie between their two
+    matrices."""
     at = form["features"].index("n")
     pieces = [
         [*(value - nbytes * traced if i == at else value for i, value in enumerate(piece)), nbytes]
@@ -113,7 +118,8 @@ def with_rank(form: dict, nbytes: float, traced: int) -> dict:
 
 
 def fit_peaks(names: list[str], points: list[dict], tapes: list[Tape]) -> dict:
-    """A single sum through the peaks, lifted so that none lies above it: for stages whose events depend on the point."""
+    """A single sum through the peaks, lifted so that none lies above it: for stages whose events depend on the
+    point."""
     matrix = numpy.array([features(names, point) for point in points], dtype=float)
     peaks = numpy.array([peak(tape) for tape in tapes], dtype=float)
     scaled, *_ = numpy.linalg.lstsq(matrix / matrix.max(0), peaks, rcond=None)
@@ -130,7 +136,8 @@ def fit_operations(names: list[str], points: list[dict], counts: list[int]) -> d
 
 
 def pools(tapes: list[Tape]) -> dict[str, float]:
-    """How much more than the live bytes a device must hold: `least` that still runs, `native` and `expandable` as reserved."""
+    """How much more than the live bytes a device must hold: `least` that still runs, `native` and `expandable` as
+    reserved."""
     found = {"least": [], "native": [], "expandable": []}
     for tape in tapes:
         highest = peak(tape)
@@ -146,7 +153,8 @@ def _signed(tape: Tape) -> Iterator[int]:
 
 
 def _settled(events: list[int]) -> list[int]:
-    """`events` with what ends at one moment in a fixed order: autocast drops its copies of weights in an order of chance."""
+    """`events` with what ends at one moment in a fixed order: autocast drops its copies of weights in an order of
+    chance."""
     moments = itertools.groupby(events, key=lambda event: event < 0)
     return [event for ends, some in moments for event in (sorted(some) if ends else some)]
 

@@ -1,7 +1,8 @@
 """What is traced: networks built on fake tensors, and the calls that Loft makes of them: the families' own.
 
-A *point* is what a stage's bytes depend on: `h`, `w` latent rows and columns, `f` latent frames, `t` text tokens, `b` pictures that go
-through together, `r` LoRA rank. Where a family computes with functions of its own, those functions are called.
+A *point* is what a stage's bytes depend on: `h`, `w` latent rows and columns, `f` latent frames, `t` text tokens, `b`
+pictures that go through together, `r` LoRA rank. Where a family computes with functions of its own, those functions are
+called.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ LORA = Method()
 
 
 def build(network: str, config: dict, dtype: torch.dtype) -> torch.nn.Module:
-    """The network "package:Class" with parameters of `dtype`; call it under fake tensors. Sizes that a class keeps in float32 stay so."""
+    """The network "package:Class" with parameters of `dtype`; call it under fake tensors. Sizes that a class keeps in
+    float32 stay so."""
     name, kind = network.rpartition(":")[2], _class_of(network)
     with _default(dtype):
         if hasattr(kind, "config_class"):
@@ -41,7 +43,8 @@ def build(network: str, config: dict, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def _class_of(network: str) -> type:
-    """The class: a network that the estimate knows by name may be spelt by its library alone ("diffusers:AutoencoderKL")."""
+    """The class: a network that the estimate knows by name may be spelt by its library alone
+    ("diffusers:AutoencoderKL")."""
     package, _, name = network.partition(":")
     if package in ("diffusers", "transformers") and name in published()["networks"]:
         return getattr(importlib.import_module(package), name)
@@ -59,7 +62,8 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _keep_float32(module: torch.nn.Module) -> None:
-    """Parameters that the libraries load in float32 whatever is asked for (transformers' plain list is for float16 alone)."""
+    """Parameters that the libraries load in float32 whatever is asked for (transformers' plain list is for float16
+    alone)."""
     listed = "_keep_in_fp32_modules" if hasattr(module, "register_to_config") else "_keep_in_fp32_modules_strict"
     precise = getattr(module, listed, None) or ()
     for name, owner in module.named_modules():
@@ -81,7 +85,8 @@ def resident(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def tables(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Tensors that classes keep beside their parameters and buffers, such as rotary angles: attributes, and lists of them."""
+    """Tensors that classes keep beside their parameters and buffers, such as rotary angles: attributes, and lists of
+    them."""
     kept = [
         value for layer in module.modules() for value in vars(layer).values() if isinstance(value, torch.Tensor | list)
     ]
@@ -102,7 +107,8 @@ def trace(module: torch.nn.Module, work: Callable[[Tape], object], *, warm: bool
 
 
 def predict(module: torch.nn.Module, point: dict, dtype: torch.dtype) -> torch.Tensor:
-    """One pass through a diffusion transformer at `point`, by the call that draws with it. Of several streams, the first's prediction."""
+    """One pass through a diffusion transformer at `point`, by the call that draws with it. Of several streams, the
+    first's prediction."""
     family, part = owner(module)
     x, sigma, cond = family.example_inputs(module, whole(point), dtype)
     found = family.predict({part: module}, x, sigma, cond, part=part)
@@ -147,7 +153,8 @@ def encode_text(module: torch.nn.Module, point: dict, dtype: torch.dtype) -> tor
 
 @contextlib.contextmanager
 def _one_prompt_a_row() -> Iterator[None]:
-    """transformers looks at the numbers of positions to see whether rows are packed; fake tensors have none, and none are packed."""
+    """transformers looks at the numbers of positions to see whether rows are packed; fake tensors have none, and none
+    are packed."""
     from transformers import masking_utils
 
     kept = masking_utils.find_packed_sequence_indices
@@ -196,7 +203,8 @@ def pixels_per_cell(module) -> int:
 
 
 class _Never:
-    """In the place of the chance with which peft leaves an adapter out: it compares that with a number drawn, and fake tensors have none."""
+    """In the place of the chance with which peft leaves an adapter out: it compares that with a number drawn, and fake
+    tensors have none."""
 
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), keywords=None):
@@ -212,7 +220,8 @@ def add_lora(
     thin: bool = True,
     method: Method = LORA,
 ) -> None:
-    """Adapters of `rank` on the linear layers whose names end in `targets`, with weights of `dtype`; `thin` as the trainer makes them."""
+    """Adapters of `rank` on the linear layers whose names end in `targets`, with weights of `dtype`; `thin` as the
+    trainer makes them."""
     import peft
 
     from backend.engine.lora import low_memory_linear
@@ -240,7 +249,8 @@ def add_lora(
 
 @contextlib.contextmanager
 def autocast(dtype: torch.dtype) -> Iterator[None]:
-    """What `torch.autocast` does on CUDA to the functions that the networks use: products in `dtype`, normalisations in float32.
+    """What `torch.autocast` does on CUDA to the functions that the networks use: products in `dtype`, normalisations in
+    float32.
 
     torch's own, on the CPU, follows another list.
     """

@@ -1,8 +1,8 @@
 """What a job really takes: bytes of tensors alive on the device, weights included, the highest of each phase.
 
-CUDA, XPU and NPU count that themselves. Elsewhere operations are looked at as they run: what each makes is counted until it is dropped.
-Looking costs some microseconds an operation, so it rests where a step is like the one before. The process's own size is no measure: it
-has the libraries in it, and pages that the system's allocator keeps.
+CUDA, XPU and NPU count that themselves. Elsewhere operations are looked at as they run: what each makes is counted
+until it is dropped. Looking costs some microseconds an operation, so it rests where a step is like the one before. The
+process's own size is no measure: it has the libraries in it, and pages that the system's allocator keeps.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ STEPS_SEEN = 2  # of the steps of a picture; the first may fill tables that the 
 
 
 def weight_bytes(modules: Mapping[str, object], device: torch.device) -> int:
-    """Bytes of the parameters and buffers of `modules` that lie on `device`, and in RAM of the buffers that blocks are fetched into
-    (they are mappings there, which no operation makes)."""
+    """Bytes of the parameters and buffers of `modules` that lie on `device`, and in RAM of the buffers that blocks are
+    fetched into (they are mappings there, which no operation makes)."""
     return _staging_bytes(modules, device) + _sum(_weights(modules, device), device)
 
 
@@ -71,8 +71,8 @@ def adapter_bytes(modules: Mapping[str, object]) -> int:
 
 
 def in_use(device: torch.device) -> dict:
-    """What there is of `device` and RAM now: bytes in all, free, held by this process (`used`), of its live tensors (`allocated`; on a CPU
-    nobody counts those), and used by others."""
+    """What there is of `device` and RAM now: bytes in all, free, held by this process (`used`), of its live tensors
+    (`allocated`; on a CPU nobody counts those), and used by others."""
     card = device_memory.probe(device)
     return {
         "device": card.device,
@@ -88,8 +88,8 @@ def in_use(device: torch.device) -> dict:
 
 @contextlib.contextmanager
 def measuring(pipeline, *, known_bytes: int = 0, looks: bool = True) -> Iterator[Measure]:
-    """What `pipeline` takes while this is open. `known_bytes`: of the same job as it was measured before; then nothing is looked at
-    where looking costs time. Nor is it without `looks`: compiled blocks cannot be looked into."""
+    """What `pipeline` takes while this is open. `known_bytes`: of the same job as it was measured before; then nothing
+    is looked at where looking costs time. Nor is it without `looks`: compiled blocks cannot be looked into."""
     peak = Measure(pipeline.parts, pipeline.device, known_bytes=known_bytes, looks=looks)
     pipeline.on_phase = peak.phase
     try:
@@ -100,9 +100,11 @@ def measuring(pipeline, *, known_bytes: int = 0, looks: bool = True) -> Iterator
 
 
 class Measure:
-    """The highest live bytes of each phase of a job. Enter a phase by `phase(name)`, call `step()` after each step, `end()` at the end.
+    """The highest live bytes of each phase of a job. Enter a phase by `phase(name)`, call `step()` after each step,
+    `end()` at the end.
 
-    `beside` gives tensors that lie there besides those of `modules` and were made while nobody looked, such as an optimizer's state.
+    `beside` gives tensors that lie there besides those of `modules` and were made while nobody looked, such as an
+    optimizer's state.
     """
 
     def __init__(

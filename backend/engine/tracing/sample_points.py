@@ -6,7 +6,8 @@ TOKENS = {"n": (64, 65536), "t": (8, 2048)}  # least and most that forms are exa
 
 
 def config_of(config: dict, known: dict, depths: tuple[int, ...]) -> dict:
-    """`config` with other depths, one for each of the `known` lists of blocks; a dotted key is one of an inner configuration."""
+    """`config` with other depths, one for each of the `known` lists of blocks; a dotted key is one of an inner
+    configuration."""
     changed = dict(config)
     for key, depth in zip(known["blocks"].values(), depths, strict=True):
         outer, _, inner = key.rpartition(".")

@@ -1,7 +1,9 @@
-"""The helper that traces networks which no shipped table covers, or not for this job: `python -m backend.engine.tracing.server FOLDER`.
+"""The helper that traces networks which no shipped table covers, or not for this job: `python -m
+backend.engine.tracing.server FOLDER`.
 
-A question is a file `NAME.ask` ({"network", "config", "wants"}); the answer is a table beside it, `NAME.json`. What is asked for is traced
-first. While nobody asks, what may be asked next of the same networks is traced: the usual LoRA, training on a card, float32, the rest.
+A question is a file `NAME.ask` ({"network", "config", "wants"}); the answer is a table beside it, `NAME.json`. What is
+asked for is traced first. While nobody asks, what may be asked next of the same networks is traced: the usual LoRA,
+training on a card, float32, the rest.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ MANY_BLOCKS = 60  # where a configuration leaves its depth to the class
 def serve(folder: Path, *, idle_seconds: float = 600.0) -> None:
     """Answers the questions in `folder` for as long as some come.
 
-    A network that cannot be traced is answered by a file without tables that says why; of one that can, the forms that cannot are listed as
-    "failed".
+    A network that cannot be traced is answered by a file without tables that says why; of one that can, the forms that
+    cannot are listed as "failed".
     """
     facts = trace.published()["networks"]
     later: dict[str, Iterator[dict]] = {}

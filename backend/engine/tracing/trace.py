@@ -1,8 +1,8 @@
 """Working memory of a network as closed forms: `python -m backend trace FAMILY` writes `assets/memory/FAMILY.json`.
 
-A network is built at two shallow depths on fake tensors: bytes are exactly affine in depth, in pictures that go through together, and
-piecewise affine in tokens, so four small networks answer for every depth, size and batch. Sizes and configurations of published
-models are facts in `assets/memory/published.json`.
+A network is built at two shallow depths on fake tensors: bytes are exactly affine in depth, in pictures that go through
+together, and piecewise affine in tokens, so four small networks answer for every depth, size and batch. Sizes and
+configurations of published models are facts in `assets/memory/published.json`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ def table(
     like: dict | None = None,
     cpu: bool = False,
 ) -> dict:
-    """Sizes and closed forms of one network. `facts`: the `networks` of `published`. `like`: the table of a network that
-    trains with the same bytes, whose forms of a training step are taken over. `cpu`: also the forms of a run on a CPU."""
+    """Sizes and closed forms of one network. `facts`: the `networks` of `published`. `like`: the table of a network
+    that trains with the same bytes, whose forms of a training step are taken over. `cpu`: also the forms of a run on a
+    CPU."""
     kind = network.rpartition(":")[2]
     known = facts.get(kind)
     if known is None:
@@ -84,7 +85,8 @@ def forms_of(network: str, config: dict, known: dict, name: str) -> dict:
 
 
 def cpu_tables(network: str, config: dict, known: dict, *, dtypes: tuple[str, ...]) -> Iterator[dict]:
-    """Forms of a run on a CPU, and up to how many tokens of a picture it computes attention in plain matrix products. Each gives more."""
+    """Forms of a run on a CPU, and up to how many tokens of a picture it computes attention in plain matrix products.
+    Each gives more."""
     found = {"plain_tokens": known["plain_tokens"]}
     for name in dtypes:
         for key, form in cpu_training_fit.forms_of(network, config, known, DTYPES[name], name):
@@ -247,7 +249,8 @@ def texts_of(known: dict) -> str:
 
 
 def write_family(family: str) -> Path:
-    """Traces every network of `family` and writes its file; returns where. "starter" is the model in `assets/starter`."""
+    """Traces every network of `family` and writes its file; returns where. "starter" is the model in
+    `assets/starter`."""
     known = published()
     tables: dict[str, dict] = {}
     for network, config, dtypes, like in _starter(known) if family == STARTER else _networks(known, family):

@@ -1,4 +1,5 @@
-"""Closed forms of a vision tower that cuts pictures into windows: its events depend on the picture, its bytes on the tokens alone."""
+"""Closed forms of a vision tower that cuts pictures into windows: its events depend on the picture, its bytes on the
+tokens alone."""
 
 from __future__ import annotations
 

@@ -77,7 +77,8 @@ class Work:
             import_networks(self._spec(GenerationRequest()).family)
 
     def measure_speed(self, should_stop: Callable[[], bool]) -> None:
-        """Finds out once how fast the device is, for estimates of seconds; later, where others are at work or memory is short."""
+        """Finds out once how fast the device is, for estimates of seconds; later, where others are at work or memory is
+        short."""
         from backend.engine.devices import benchmark
 
         try:
@@ -234,7 +235,8 @@ class Work:
         return model_folder.completed(spec, families.by_name(spec.family))
 
     def _place(self, spec: ModelSpec, request: GenerationRequest) -> loaded_plan.Placing:
-        """How the model is to be placed. Raises Trouble where a CPU would run out of RAM: there it is other programs that die."""
+        """How the model is to be placed. Raises Trouble where a CPU would run out of RAM: there it is other programs
+        that die."""
         plan, room = self._plan(spec, request)
         if self.device.type == "cpu" and not plan.fits and self.pipeline is not None:
             self._close()  # what is loaded takes of the RAM that is free
@@ -254,8 +256,8 @@ class Work:
         return loaded_plan.plan_for(spec, card, request, self.preferences), loaded_plan.room_of(spec, card)
 
     def _ensure(self, id: str, request: GenerationRequest, *, draws: bool = False) -> Pipeline:
-        """The pipeline of the request's model, loaded anew only where model, files, preferences or placement ask for it. `draws`: the
-        request is drawn next, and what its model cannot do is said before it is loaded."""
+        """The pipeline of the request's model, loaded anew only where model, files, preferences or placement ask for
+        it. `draws`: the request is drawn next, and what its model cannot do is said before it is loaded."""
         self.preferences = download.preferences()
         if device_memory.check_device(self.preferences.device) != self.device:
             self._close()

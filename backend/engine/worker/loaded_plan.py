@@ -61,8 +61,8 @@ class Placing:
         return self.configs, self.vram_limit_bytes, self.tiled_vae, self.halves_apart, self.resident_blocks
 
     def covers(self, request: GenerationRequest) -> bool:
-        """Whether `request` may be drawn as the model is placed: in no phase it needs more than what was planned for or than there is room
-        for. Of a longer series the whole time counts, so that is planned anew as well."""
+        """Whether `request` may be drawn as the model is placed: in no phase it needs more than what was planned for or
+        than there is room for. Of a longer series the whole time counts, so that is planned anew as well."""
         if self.plan is None or request.count > self.request.count:
             return False
         if self.room is None:
@@ -77,8 +77,9 @@ class Placing:
 
 
 def not_larger(request: GenerationRequest, planned: GenerationRequest) -> bool:
-    """Whether nothing that memory depends on is more in `request`: sides, guidance, words, LoRA files, pictures to start from or to edit,
-    what a cache of steps keeps, how much is cast at once; nor are there more pictures. Without the model: by the requests alone."""
+    """Whether nothing that memory depends on is more in `request`: sides, guidance, words, LoRA files, pictures to
+    start from or to edit, what a cache of steps keeps, how much is cast at once; nor are there more pictures. Without
+    the model: by the requests alone."""
     return all(less <= more for less, more in zip(_measures(request), _measures(planned), strict=True))
 
 

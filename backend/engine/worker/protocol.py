@@ -1,6 +1,7 @@
 """The worker's side of the wire: commands come in on stdin, events go out on a private copy of stdout.
 
-Taken before any library is imported, so that whatever a library prints goes to the log (stderr) and never between two events.
+Taken before any library is imported, so that whatever a library prints goes to the log (stderr) and never between two
+events.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Wire:
             os._exit(0)
 
     def beat(self) -> None:
-        """From now on says "alive" every `BEAT_SECONDS`, whatever the work does: silence then means that the process stands still."""
+        """From now on says "alive" every `BEAT_SECONDS`, whatever the work does: silence then means that the process
+        stands still."""
 
         def tell() -> None:
             while not self.ended.wait(BEAT_SECONDS):

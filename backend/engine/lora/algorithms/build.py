@@ -1,4 +1,4 @@
-"""The tensors of one module of a LoRA, checked and put together: LoRA, LoCon, LoHa, LoKr, DoRA, whole changes, biases and norms."""
+"""Build the changes of a LoRA module from its tensors: LoRA, LoCon, LoHa, LoKr, DoRA, diff, biases, norms."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from backend.catalog.formats.header import MOST_DIMENSIONS
 from backend.catalog.lora.keys import ALGORITHMS, plain
 from backend.catalog.lora.metadata import number
 from backend.catalog.lora.role_pairs import half_of
-from backend.engine.lora.algorithms.delta import Body, Change, Dense, Hadamard, Kronecker, LowRank
+from backend.engine.lora.algorithms.delta import Body, Change, Dense, Hadamard, Kronecker, LowRank, sum_of
 from backend.engine.lora.algorithms.dora import with_dora
 from backend.engine.lora.algorithms.module_tensors import (
     Module,
@@ -52,8 +52,8 @@ BUTTERFLIES = 4  # dimensions of a stack of orthogonal blocks: [factors, blocks,
 
 
 def changes_of(module: Module) -> list[Change]:
-    """What `module` changes. Raises Trouble before anything is changed: incomplete pairs, shapes or ranks that disagree,
-    numbers that are not finite, an algorithm that is not read."""
+    """What `module` changes. Raises Trouble before anything is changed: incomplete pairs, shapes or ranks that
+    disagree, numbers that are not finite, an algorithm that is not read."""
     if is_rotation(module):
         return rotation_changes(module)
     if is_output_rotation(module):
@@ -79,7 +79,8 @@ def changes_of(module: Module) -> list[Change]:
 
 
 def leave_out_rank_0(module: Module) -> None:
-    """Takes a pair of rank 0 out of `module`: its product is 0 whatever alpha says. Some trainers write such pairs for layers they leave out."""
+    """Takes a pair of rank 0 out of `module`: its product is 0 whatever alpha says. Some trainers write such pairs for
+    layers they leave out."""
     shapes = {role: module.source.shapes[key] for role, key in module.roles.items()}
     for inner, outer in (("down", "up"), ("hada_w1_b", "hada_w1_a"), ("embedding_down", "embedding_up")):
         down, up = shapes.get(inner, ()), shapes.get(outer, ())
@@ -117,7 +118,8 @@ def check_whole(module: Module) -> None:
 
 
 def _check_reshaped(module: Module) -> None:
-    """`reshape_weight` is the shape that the weight has in the model a LoRA was made for; another one cannot be made here."""
+    """`reshape_weight` is the shape that the weight has in the model a LoRA was made for; another one cannot be made
+    here."""
     if "reshape_weight" not in module.roles:
         return
     stored = module.source.read_stored(module.roles["reshape_weight"]).flatten()
@@ -153,11 +155,12 @@ def weight_body(module: Module) -> Body | None:
         bodies = [replace(body, scale=body.scale * alpha_value(module.source, roles["scalar"])) for body in bodies]
     if len(bodies) < 2:
         return bodies[0] if bodies else None
-    return Dense(sum(body.dense().view(bodies[0].shape) for body in bodies), 1.0)
+    return Dense(sum_of(bodies), 1.0)
 
 
 def _check_sizes(module: Module, bodies: list[Body]) -> None:
-    """Before anything is multiplied out: small factors may stand for a change that no memory holds, or for several of unlike sizes."""
+    """Before anything is multiplied out: small factors may stand for a change that no memory holds, or for several of
+    unlike sizes."""
     for body in bodies:
         if product(body.shape) > MOST_NUMBERS or product(body.shape) != product(bodies[0].shape):
             raise mismatch(module, "change", body.shape, list(bodies[0].shape) if len(bodies) > 1 else "a smaller one")
@@ -170,7 +173,8 @@ def _lora(module: Module) -> LowRank:
     if up.shape[1] != rank:
         raise Trouble(
             "rank_mismatch",
-            f"{module.source.name}: the factors of {plain(module.stem)} have ranks {rank} and {up.shape[1]}, which must be equal.",
+            f"{module.source.name}: the factors of {plain(module.stem)} have ranks {rank} and {up.shape[1]}, "
+            "which must be equal.",
             hint="The file is damaged; nothing was changed.",
         )
     if "mid" in module.roles:
@@ -181,7 +185,8 @@ def _lora(module: Module) -> LowRank:
 
 
 def _of_embedding(module: Module) -> LowRank:
-    """PEFT's pair for an embedding: A is (r, tokens), B (width, r), and the table, (tokens, width), changes by (B A)^T."""
+    """PEFT's pair for an embedding: A is (r, tokens), B (width, r), and the table, (tokens, width), changes by (B
+    A)^T."""
     a, b = module.read("embedding_down"), module.read("embedding_up")
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
         raise mismatch(module, "embedding's pair", (*a.shape, *b.shape), "[rank, tokens] and [width, rank]")

@@ -1,12 +1,15 @@
-"""What one module of a LoRA adds to a weight, in the form it is stored in, and how that becomes a matrix.
+"""The delta that one module of a LoRA adds to a weight (LoRA, LoHa, LoKr, OFT, DoRA, whole), and its dense matrix.
 
-Letters: o output rows, i input columns, k kernel (nothing for a linear layer), r rank. Arithmetic is float32 throughout, by the definitions of
-the LoRA, LoHa and LoKr papers; the scale is applied to the product and never folded into a stored factor.
+Letters: o output rows, i input columns, k kernel (nothing for a linear layer), r rank. Arithmetic is float32
+throughout, by the definitions of the LoRA, LoHa and LoKr papers; the scale is applied to the product and never folded
+into a stored factor.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 
@@ -24,6 +27,7 @@ class LowRank:
         return (self.up.shape[0], *self.down.shape[1:])
 
     def dense(self) -> torch.Tensor:
+        """(o, i, *k) float32."""
         return (self.up.float() @ self.down.flatten(1).float()).mul_(self.scale).view(self.shape)
 
     def rows(self, start: int, stop: int) -> LowRank:
@@ -51,6 +55,7 @@ class Hadamard:
         return self.first.up.shape[1] * self.second.up.shape[1]
 
     def dense(self) -> torch.Tensor:
+        """(o, i, *k) float32."""
         return self.first.dense().mul_(self.second.dense()).mul_(self.scale)
 
     def rows(self, start: int, stop: int) -> Hadamard:
@@ -80,6 +85,7 @@ class Kronecker:
         return (o1 * o2, i1 * i2, *kernel)
 
     def dense(self) -> torch.Tensor:
+        """(o1 * o2, i1 * i2, *k) float32."""
         left = self.left.float().reshape(*self.left.shape, *[1] * (self.right.ndim - 2))
         return torch.kron(left.contiguous(), self.right.float().contiguous()).mul_(self.scale)
 
@@ -102,6 +108,7 @@ class Dense:
         return tuple(self.values.shape)
 
     def dense(self) -> torch.Tensor:
+        """float32, of the shape of `values`."""
         return self.values.float() * self.scale
 
     def rows(self, start: int, stop: int) -> Dense:
@@ -112,6 +119,48 @@ class Dense:
 
 
 Body = LowRank | Hadamard | Kronecker | Dense
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """OFT of a layer's input: W (R - 1)^T. `turns` (b, k, k) float32 are the blocks of R less 1, for b * k inputs;
+    `weight()` gives W (o, i), unchanged."""
+
+    turns: torch.Tensor
+    shape: tuple[int, ...]
+    weight: Callable[[], torch.Tensor]
+    scale: float = 1.0
+
+    def dense(self) -> torch.Tensor:
+        """(o, i) float32."""
+        blocks = self.weight().float().cpu().unflatten(1, self.turns.shape[:2])
+        return torch.einsum("obc,bkc->obk", blocks, self.turns.cpu()).flatten(1)
+
+
+@dataclass(frozen=True)
+class OutputRotation:
+    """Diag-OFT, of a layer's output: D R^T W - W. `turns` (b, k, k) float32 are the blocks of R less 1, for b * k
+    outputs; `rescale` (o,) is D's diagonal, None for 1."""
+
+    turns: torch.Tensor
+    rescale: torch.Tensor | None
+    shape: tuple[int, ...]
+    weight: Callable[[], torch.Tensor]
+    scale: float = 1.0
+
+    def dense(self) -> torch.Tensor:
+        """float32, of the weight's shape (o, ...)."""
+        weight = self.weight().float().cpu().flatten(1)
+        change = torch.einsum("bkc,bki->bci", self.turns, weight.unflatten(0, self.turns.shape[:2])).flatten(0, 1)
+        if self.rescale is not None:
+            change = self.rescale[:, None] * (weight + change) - weight
+        return change.view(self.shape)
+
+
+def sum_of(bodies: Iterable[Body]) -> torch.Tensor:
+    """The sum of several changes of one parameter, float32, in the shape of the first."""
+    dense = [body.dense() for body in bodies]
+    return reduce(torch.add, (one.view(dense[0].shape) for one in dense))
 
 
 def swapped(body: Body) -> Body:
@@ -144,7 +193,8 @@ def placed(body: Body, start: int, num_rows: int) -> Body:
 
 @dataclass(frozen=True)
 class Dora:
-    """The weight-decomposed part of DoRA: what W + delta is multiplied with, a row (axis 0) or a column (axis 1) at a time."""
+    """The weight-decomposed part of DoRA: what W + delta is multiplied with, a row (axis 0) or a column (axis 1) at a
+    time."""
 
     axis: int
     factor: torch.Tensor  # (o,) or (i,), float32
@@ -157,7 +207,8 @@ class Dora:
 
 
 def dora_factor(weight: torch.Tensor, delta: torch.Tensor, magnitude: torch.Tensor, axis: int) -> torch.Tensor:
-    """magnitude / norm(W + delta), the norm over all dimensions but `axis`; (o,) or (i,) float32. Where the norm is 0: 1."""
+    """magnitude / norm(W + delta), the norm over all dimensions but `axis`; (o,) or (i,) float32. Where the norm is 0:
+    1."""
     whole = weight.float() + delta
     norm = whole.square().sum(dim=[dim for dim in range(whole.ndim) if dim != axis]).sqrt()
     return torch.where(norm > 0, magnitude.float().flatten() / norm.clamp_min(1e-30), torch.ones_like(norm))
@@ -169,17 +220,20 @@ class Change:
 
     module: str
     parameter: str
-    body: Body
+    body: Body | Rotation | OutputRotation
     dora: Dora | None = None
 
     @property
     def name(self) -> str:
+        """Of the parameter, dotted."""
         return f"{self.module}.{self.parameter}".lstrip(".")
 
     def dense(self, weight: torch.Tensor | None = None) -> torch.Tensor:
-        """The change at strength 1, float32, in the parameter's shape. `weight` (the base, float32) is needed with `dora`."""
+        """The change at strength 1, float32, in the parameter's shape. `weight` (the base, float32) is needed with
+        `dora`."""
         delta = self.body.dense()
         if self.dora is None:
             return delta
+        assert weight is not None, "a DoRA needs the base weight"
         factor = self.dora.column(delta.ndim)
         return factor * delta + (factor - 1.0) * weight.float()

@@ -1,6 +1,7 @@
-"""DoRA: the magnitudes of a module's rows or columns, on whole, fused and partly named modules.
+"""DoRA: magnitudes of rows or columns, for whole, fused and partly named modules.
 
-W' = m * V / |V| with V = W + delta, after the DoRA paper; the norm runs over everything but the axis that the magnitude is for.
+W' = m * V / |V| with V = W + delta, after the DoRA paper; the norm runs over everything but the axis that the magnitude
+is for.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ def with_dora(
 ) -> list[Change]:
     """The changes of a DoRA. `whole`: the change as the file has it; `bodies`: cut and shaped for the parameters.
 
-    The axis is told by the magnitude's shape, [o, 1] or [1, i]; a bare vector is one number a row. Raises Trouble where it is neither.
+    The axis is told by the magnitude's shape, [o, 1] or [1, i]; a bare vector is one number a row. Raises Trouble where
+    it is neither.
     """
     if module.slots[0].place != (0, 1, 1):
         return [_of_a_part(module, whole, magnitude, only_rows=only_rows)]
@@ -45,7 +47,8 @@ def _is_by_row(module: Module, magnitude: torch.Tensor, rows: int, columns: int,
 
 
 def _of_a_part(module: Module, body: Body, magnitude: torch.Tensor, *, only_rows: bool) -> Change:
-    """A DoRA of some rows of a module that is fused here: its norms are those of these rows, the others stay as they are."""
+    """A DoRA of some rows of a module that is fused here: its norms are those of these rows, the others stay as they
+    are."""
     slot = module.slots[0]
     weight = module.weight_of(f"{slot.module}.{slot.parameter}").float()
     start, stop, whole = (weight.shape[0] * share // slot.place[2] for share in slot.place)

@@ -1,9 +1,9 @@
-"""One module of a LoRA file on its way to the loaded model: its tensors, and how a change is cut and shaped for a parameter."""
+"""The tensors of one module of a LoRA file, and how a change is cut and shaped for a parameter of the model."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +44,10 @@ class Module:
     alphas: set[float]
 
     def read(self, role: str) -> torch.Tensor:
-        """The tensor of a role; finite, or Trouble("not_finite")."""
+        """The tensor of a role, of at least two dimensions where it is a factor.
+
+        Raises Trouble: "not_finite" for NaN and Inf, "shape_mismatch", "not_supported" for 8-bit codes without a scale.
+        """
         key = self.roles[role]
         tensor = self.source.read(key)
         least = DIMENSIONS if role.startswith(FACTORS) and not role.endswith("_bias") else 1
@@ -54,7 +57,7 @@ class Module:
         if tensor.dtype in INTEGER_CODES:
             raise Trouble(
                 "not_supported",
-                f"{self.source.name} stores {key} as {str(tensor.dtype).removeprefix('torch.')}, codes without a factor.",
+                f"{self.source.name} stores {key} as {str(tensor.dtype).removeprefix('torch.')}, codes without a scale.",
                 hint="Take the LoRA in bf16 or fp16 instead; nothing was changed.",
             )
         if tensor.is_floating_point() and not _finite(tensor):
@@ -82,7 +85,8 @@ def incomplete(module: Module, what: str) -> Trouble:
 
 
 def cut(body: Body, slot: Slot) -> Body:
-    """The rows of a file's change that are the slot's, halves exchanged where its module has them the other way round."""
+    """The rows of a file's change that are the slot's, halves exchanged where its module has them the other way
+    round."""
     start, stop, whole = slot.share
     rows = body.shape[0]
     if slot.swap_halves:
@@ -138,9 +142,11 @@ def product(shape: tuple[int, ...]) -> int:
     return product
 
 
-def mismatch(module: Module, what: str, found: object, expected: object) -> Trouble:
+def mismatch(module: Module, what: str, found: Iterable[int], expected: object) -> Trouble:
+    """The error for a tensor whose shape `found` does not fit."""
     return Trouble(
         "shape_mismatch",
-        f"{module.source.name}: the {what} for {plain(module.stem)} is {list(found)}, but this model expects {expected}.",
+        f"{module.source.name}: the {what} for {plain(module.stem)} is {list(found)}, "
+        f"but this model expects {expected}.",
         hint="The LoRA is for another size or another model; nothing was changed.",
     )

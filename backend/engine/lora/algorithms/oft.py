@@ -1,62 +1,32 @@
-"""OFT as PEFT, OneTrainer and ComfyUI's OFTv2 have it (`oft_R.weight`): blocks that turn a layer's input before it meets the weight.
+"""OFT: orthogonal fine-tuning by rotating a layer's input (PEFT, OneTrainer, ComfyUI) or output (LyCORIS, kohya).
 
-Qiu et al. 2023. Of each block's numbers above the diagonal a skew-symmetric Q is made, and of Q the rotation R: by default as the
-Cayley-Neumann series 1 + 2Q + 2Q^2 + 2Q^3 + Q^4, or as Cayley's map (1 - Q)(1 + Q)^-1, which turns the other way. A layer with R computes
-W (R^T x), so its change of the weight is W (R - 1)^T. Which of the two a file means is not in its tensors: see
-`backend.catalog.lora.peft_config.turning_of`. OneTrainer's marker `oft_R.scaled_oft` says that the numbers are divided by the root of how many a
-block has. On a fused module the same input is turned for all its rows.
+PEFT, OneTrainer and ComfyUI's OFTv2 (`oft_R.weight`): blocks that rotate a layer's input before it meets the weight.
 
-LyCORIS' and kohya's diag-OFT (`oft_blocks`, whole square blocks B) turns a layer's output: Q = B - B^T, R = (1 + Q)(1 - Q)^-1, and the weight
-becomes R^T W block by block, its rows times `rescale` where there is one. Their alpha is a bound on the length of all Q together, which LyCORIS
-and kohya take times the number of outputs and ComfyUI does not: what is within both bounds is read, anything else refused.
+Qiu et al. 2023. Of each block's numbers above the diagonal a skew-symmetric Q is made, and of Q the rotation R: by
+default as the Cayley-Neumann series 1 + 2Q + 2Q^2 + 2Q^3 + Q^4, or as Cayley's map (1 - Q)(1 + Q)^-1, which turns the
+other way. A layer with R computes W (R^T x), so its change of the weight is W (R - 1)^T. Which of the two a file means
+is not in its tensors: see `backend.catalog.lora.peft_config.turning_of`. OneTrainer's marker `oft_R.scaled_oft` says
+that the numbers are divided by the root of how many a block has. On a fused module the same input is turned for all its
+rows.
+
+LyCORIS' and kohya's diag-OFT (`oft_blocks`, whole square blocks B) turns a layer's output: Q = B - B^T, R = (1 + Q)(1 -
+Q)^-1, and the weight becomes R^T W block by block, its rows times `rescale` where there is one. Their alpha is a bound
+on the length of all Q together, which LyCORIS and kohya take times the number of outputs and ComfyUI does not: what is
+within both bounds is read, anything else refused.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from backend.catalog.lora.keys import plain
 from backend.catalog.lora.peft_config import Turning, turning_of
-from backend.engine.lora.algorithms.delta import Change
+from backend.engine.lora.algorithms.delta import Change, OutputRotation, Rotation
 from backend.engine.lora.algorithms.module_tensors import Module, mismatch
 from backend.engine.lora.algorithms.scale import alpha_value
 from backend.schema.messages import Trouble
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """W (R - 1)^T. `turns` (b, k, k) float32 are the blocks of R less 1, for b * k inputs; `weight()` gives W (o, i), unchanged."""
-
-    turns: torch.Tensor
-    shape: tuple[int, ...]
-    weight: Callable[[], torch.Tensor]
-    scale: float = 1.0
-
-    def dense(self) -> torch.Tensor:
-        blocks = self.weight().float().cpu().unflatten(1, self.turns.shape[:2])
-        return torch.einsum("obc,bkc->obk", blocks, self.turns.cpu()).flatten(1)
-
-
-@dataclass(frozen=True)
-class OutputRotation:
-    """D R^T W - W. `turns` (b, k, k) float32 are the blocks of R less 1, for b * k outputs; `rescale` (o,) is D's diagonal, None for 1."""
-
-    turns: torch.Tensor
-    rescale: torch.Tensor | None
-    shape: tuple[int, ...]
-    weight: Callable[[], torch.Tensor]
-    scale: float = 1.0
-
-    def dense(self) -> torch.Tensor:
-        weight = self.weight().float().cpu().flatten(1)
-        change = torch.einsum("bkc,bki->bci", self.turns, weight.unflatten(0, self.turns.shape[:2])).flatten(0, 1)
-        if self.rescale is not None:
-            change = self.rescale[:, None] * (weight + change) - weight
-        return change.view(self.shape)
 
 
 def is_output_rotation(module: Module) -> bool:
@@ -67,7 +37,8 @@ def is_output_rotation(module: Module) -> bool:
 
 
 def output_rotation_changes(module: Module) -> list[Change]:
-    """The change of the one layer that `module` is. Raises Trouble for blocks that do not fit it, and where their bound may act."""
+    """The change of the one layer that `module` is. Raises Trouble for blocks that do not fit it, and where their bound
+    may act."""
     slot, name = module.slots[0], plain(module.stem)
     shape = module.shape_of(f"{slot.module}.weight")
     whole = len(module.slots) == 1 and (slot.share, slot.place, slot.parameter) == ((0, 1, 1), (0, 1, 1), "weight")
@@ -85,7 +56,8 @@ def output_rotation_changes(module: Module) -> list[Change]:
     if not (bound == 0.0 and not module.stem.startswith("oft_unet_")) and not length <= bound:
         raise Trouble(
             "unknown_algorithm",
-            f"{module.source.name} uses OFT on {name} with a bound of {bound:g} that its blocks, of length {length:.3g}, exceed: LyCORIS and ComfyUI take it in two ways.",
+            f"{module.source.name} uses OFT on {name} with a bound of {bound:g} that its blocks, "
+            f"of length {length:.3g}, exceed: LyCORIS and ComfyUI take it in two ways.",
             hint="Convert it with the tool that made it to LoRA, LoHa or LoKr; nothing was changed.",
         )
     one = torch.eye(skew.shape[1], dtype=skew.dtype)
@@ -105,7 +77,8 @@ def is_rotation(module: Module) -> bool:
 
 
 def rotation_changes(module: Module) -> list[Change]:
-    """The changes of the linear layers that `module` is. Raises Trouble for blocks that do not fit, and for what is no linear layer."""
+    """The changes of the linear layers that `module` is. Raises Trouble for blocks that do not fit, and for what is no
+    linear layer."""
     name, changes = plain(module.stem), []
     turning = turning_of(module.source.metadata, module.source.config, module.component, module.source.name)
     for note in (turning.note, f"alpha of {name} means nothing for OFT" if "alpha" in module.roles else ""):
@@ -134,7 +107,8 @@ def rotation_changes(module: Module) -> list[Change]:
 
 
 def turns_of(numbers: torch.Tensor, size: int, turning: Turning) -> torch.Tensor:
-    """R - 1 (b, size, size) float32 of the skew-symmetric matrices with `numbers` (b, size * (size - 1) / 2) above the diagonal.
+    """R - 1 (b, size, size) float32 of the skew-symmetric matrices with `numbers` (b, size * (size - 1) / 2) above the
+    diagonal.
 
     Computed in float64: a series of many terms of large numbers would lose what it is the difference of.
     """

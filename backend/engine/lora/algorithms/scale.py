@@ -1,4 +1,4 @@
-"""How strongly each module of a LoRA acts at strength 1: alpha from its tensor, else from metadata; rank from the tensors alone."""
+"""LoRA scale alpha / rank: alpha from its tensor, else from metadata; rank from the tensors alone."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ def scale_of(
     component: str,
     notes: list[str],
 ) -> float:
-    """The factor of the change of a module known by `names`: alpha / rank. The alpha tensor, if there is one, is nearer evidence than metadata.
+    """The factor of the change of a module known by `names`: alpha / rank. The alpha tensor, if there is one, is nearer
+    evidence than metadata.
 
-    `rank` None: two whole Kronecker factors, where an alpha tensor means nothing and metadata only if it gives a rank too.
+    `rank` None: two whole Kronecker factors, where an alpha tensor means nothing and metadata only if it gives a rank
+    too.
 
     Raises Trouble("not_finite") for an alpha that is NaN or infinite.
     """

@@ -1,4 +1,4 @@
-"""What the LoRA tools are asked for: refused in a sentence before any file is read where it makes no sense."""
+"""Checks of the LoRA tools' arguments, before any file is read."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from backend.schema.untrusted import is_folder
 SUFFIX = ".safetensors"
 
 
-def check_strengths(paths: Sequence[str], strengths: Sequence[object]) -> list[float]:
-    """The strengths as numbers. Raises Trouble unless there are files, a finite strength for each, and one that is not 0."""
+def check_strengths(paths: Sequence[str], strengths: Sequence[float | str]) -> list[float]:
+    """The strengths as numbers. Raises Trouble unless there are files, a finite strength for each, and one that is not
+    0."""
     if len(paths) != len(strengths) or not paths:
         raise Trouble("bad_value", f"There are {len(paths)} files and {len(strengths)} strengths; each file takes one.")
     found = []
@@ -71,7 +72,8 @@ def check_out(out: str | None) -> None:
 def check_metadata(
     said: Mapping[str, str], *, set: Mapping[str, str] | None, remove: Sequence[str], strip: bool, out: str | None
 ) -> None:
-    """Raises Trouble for a key without a name, one to be removed that is not there, and a file to be written with nothing changed."""
+    """Raises Trouble for a key without a name, one to be removed that is not there, and a file to be written with
+    nothing changed."""
     if any(not str(key).strip() for key in set or {}):
         raise Trouble("bad_value", "A metadata key has no name.", hint="Write KEY=VALUE.")
     for key in () if strip else remove:

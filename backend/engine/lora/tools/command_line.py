@@ -19,8 +19,8 @@ __all__ = ["main", "run_tool"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; `--request FILE` takes the settings from a JSON file, as values. Answers the exit status: 0, 1 with a sentence
-    on stderr, 130 if interrupted."""
+    """The command line; `--request FILE` takes the settings from a JSON file, as values. Answers the exit status: 0, 1
+    with a sentence on stderr, 130 if interrupted."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == [REQUEST] and len(given) == 2:
         return _answer(lambda: read_object(Path(given[1])), ends_by_signal=arguments is None)
@@ -124,25 +124,27 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("--layout", choices=LAYOUTS, default="comfyui")
         one.add_argument("--dtype", choices=STORED, default="float32")
 
-    family = {"default": "", "help": "For which family, where the file does not tell."}
+    def family(one: argparse.ArgumentParser) -> None:
+        one.add_argument("--family", default="", help="For which family, where the file does not tell.")
+
     one = tool("convert")
     one.add_argument("path")
     one.add_argument("out")
     one.add_argument("--layout", choices=LAYOUTS, required=True)
-    one.add_argument("--family", **family)
+    family(one)
     one.add_argument("--base", help="A model of the family, for names of an unusual depth.")
     one = tool("merge")
     one.add_argument("pairs", nargs="+", metavar="FILE:STRENGTH")
     one.add_argument("--out", required=True)
     one.add_argument("--rank", type=int, help="Reduce to this rank; without it the merge is exact.")
-    one.add_argument("--family", **family)
+    family(one)
     stored(one)
     one = tool("resize")
     one.add_argument("path")
     one.add_argument("out")
     one.add_argument("--rank", type=int)
     one.add_argument("--energy", type=float, help="Share of the squared singular values to keep, such as 0.95.")
-    one.add_argument("--family", **family)
+    family(one)
     stored(one)
     one = tool("extract")
     one.add_argument("tuned")
@@ -166,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--out")
     one = tool("strengths", writes=False)
     one.add_argument("path")
-    one.add_argument("--family", **family)
+    family(one)
     return parser
 
 

@@ -1,4 +1,4 @@
-"""What can be done with LoRA files, one function a tool, each with plain values in and out, so that the worker and the command line share them."""
+"""LoRA tools, one function each with plain values in and out: convert, merge, resize, extract, bake, metadata."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ CANCELLED = 1e-6  # of the changes' lengths: what is left of them when they canc
 
 
 def run_tool(values: dict, *, on_progress: Progress = nothing, should_stop: Stop = never) -> dict:
-    """Does what `values["tool"]` names, with the other values as its settings; the answer is JSON. Raises Trouble or Cancelled."""
+    """Does what `values["tool"]` names, with the other values as its settings; the answer is JSON. Raises Trouble or
+    Cancelled."""
     tool = TOOLS.get(values.get("tool", ""))
     if tool is None:
         raise Trouble("bad_value", f"There is no tool {values.get('tool')!r}.", hint=f"There are {', '.join(TOOLS)}.")
@@ -70,7 +71,8 @@ def run_convert(
         "modules": proof.num_modules,
         "worst": proof.worst,
         "unused": proof.unused,
-        "said": f"{proof.num_modules} modules written and read back; the largest difference is {proof.worst:.1e} of a change.",
+        "said": f"{proof.num_modules} modules written and read back; "
+        f"the largest difference is {proof.worst:.1e} of a change.",
     }
 
 

@@ -1,4 +1,4 @@
-"""What a LoRA file says, module by module under the model's own names, ready to be written in another layout or computed with."""
+"""The content of a LoRA file by module, under the model's own names, ready to be exported or merged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Content:
     bias: list[Body] = field(default_factory=list)
 
     def dense(self) -> torch.Tensor | None:
-        """The sum of the bodies, float32."""
+        """The sum of the bodies, float32, in the shape of the first; None without bodies."""
         if not self.bodies:
             return None
         total = self.bodies[0].dense()
@@ -42,7 +42,8 @@ class Content:
 
 
 def read_content(source: Source, book: Book) -> tuple[dict[str, Content], dict[str, str]]:
-    """({own module: what changes it}, {what was left out: why}). Raises Trouble for an unusable file, or if nothing is known."""
+    """({own module: what changes it}, {what was left out: why}). Raises Trouble for an unusable file, or if nothing is
+    known."""
     grouped, others = group(source.shapes)
     places = {stem: _known(stem, roles, book) for stem, roles in grouped.items()}
     grouped = lend_alphas(grouped, {stem: found[0] for stem, found in places.items() if found}, source)
@@ -102,7 +103,8 @@ def _known(stem: str, roles: Mapping[str, str], book: Book) -> tuple[tuple[Slot,
 
 
 def _names(slots: tuple[Slot, ...], reading: Reading) -> tuple[str, ...]:
-    """What rules for alpha may call a module: as the file has it, then, where it is one module of the family, by its own name."""
+    """What rules for alpha may call a module: as the file has it, then, where it is one module of the family, by its
+    own name."""
     own = (slots[0].module,) if len(slots) == 1 else ()
     return tuple(dict.fromkeys((reading.name, *own)))
 
@@ -116,7 +118,8 @@ def _extent(found: tuple[tuple[Slot, ...], Reading] | None) -> float:
 
 
 def _check_wholes(source: Source, others: list[str], book: Book) -> None:
-    """Raises Trouble for whole parameters of the model beside adapters: what they change depends on the model, which is not here."""
+    """Raises Trouble for whole parameters of the model beside adapters: what they change depends on the model, which is
+    not here."""
     for key in others:
         stem, _, leaf = key.rpartition(".")
         if stem and leaf in ("weight", "bias", "scale") and _known(stem, {}, book):
@@ -193,7 +196,8 @@ def _no_weight(name: str) -> torch.Tensor:
 
 
 def family_for(source: Source, families: tuple[Family, ...], name: str = "") -> Family:
-    """The family of a LoRA: `name` if given, else as its modules and metadata say. Raises Trouble where that is not clear."""
+    """The family of a LoRA: `name` if given, else as its modules and metadata say. Raises Trouble where that is not
+    clear."""
     if name:
         found = next((family for family in families if name == family.NAME), None)
         if found is None:

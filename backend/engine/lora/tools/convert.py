@@ -1,7 +1,8 @@
-"""A LoRA in another layout, proven: the written file is read back and its change compared with the source's, module by module."""
+"""Convert a LoRA to another layout (diffusers, ComfyUI, kohya), verified by reading the written file back."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from backend.catalog.lora.metadata import is_ours
 from backend.catalog.models.identify import identify_model
 from backend.catalog.spec import PartSpec
 from backend.engine.loading.tensor_source import open_source
+from backend.engine.lora.algorithms.delta import sum_of
 from backend.engine.lora.tools.content import Content, family_for, read_content
 from backend.engine.lora.tools.export_formats import layout_named, write_layout
 from backend.engine.lora.tools.key_tables import Book, book_of
@@ -47,8 +49,9 @@ def convert(
     on_progress: Progress = nothing,
     should_stop: Stop = never,
 ) -> Proof:
-    """Writes the LoRA at `path` to `out` in `layout` ("diffusers", "comfyui", "kohya"). Raises Trouble, with nothing written, where that is
-    not possible without a loss or the proof fails. `base`: a model of the family, for the names of an unusual depth."""
+    """Writes the LoRA at `path` to `out` in `layout` ("diffusers", "comfyui", "kohya"). Raises Trouble, with nothing
+    written, where that is not possible without a loss or the proof fails. `base`: a model of the family, for the names
+    of an unusual depth."""
     source = open_source(path)
     chosen = family_for(source, families, family)
     book = book_of(chosen, base_part(base, families) if base else None, source)
@@ -97,7 +100,8 @@ def write_proven(
     should_stop: Stop = never,
     tolerance: float = TOLERANCE,
 ) -> float:
-    """Writes a file and gives it its name only if, read back, it says what `wanted` does. Answers the worst relative difference."""
+    """Writes a file and gives it its name only if, read back, it says what `wanted` does. Answers the worst relative
+    difference."""
     with making(out, overwrite=overwrite) as temporary:
         save(temporary, tensors, metadata, overwrite=True)
         written, unused = read_content(open_source(temporary, out.name), book)
@@ -137,21 +141,24 @@ def compare(
     return worst
 
 
-def _changes(wanted: Content, written: Content):
+def _changes(wanted: Content, written: Content) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """(what, wanted, written) float32, absent ones as zeros."""
     pairs = [
         ("change", wanted.dense(), written.dense()),
         (
             "bias",
-            sum(b.dense() for b in wanted.bias) if wanted.bias else None,
-            sum(b.dense() for b in written.bias) if written.bias else None,
+            sum_of(wanted.bias) if wanted.bias else None,
+            sum_of(written.bias) if written.bias else None,
         ),
         ("magnitude", _float(wanted.magnitude), _float(written.magnitude)),
     ]
     for what, a, b in pairs:
-        if a is None and b is None:
-            continue
-        yield what, torch.zeros_like(b) if a is None else a, torch.zeros_like(a) if b is None else b
+        if a is not None and b is not None:
+            yield what, a, b
+        elif a is not None:
+            yield what, a, torch.zeros_like(a)
+        elif b is not None:
+            yield what, torch.zeros_like(b), b
 
 
 def _float(tensor: torch.Tensor | None) -> torch.Tensor | None:

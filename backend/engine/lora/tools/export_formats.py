@@ -1,7 +1,8 @@
 """LoRA contents as the files of diffusers, ComfyUI and kohya: names, fused projections, and where the scale goes.
 
-diffusers keeps no alpha tensors, so the scale is folded into the up factor (in float32 unless it is a power of two, which costs nothing); the
-two others get an alpha beside the factors. What a layout has no form for is refused, never dropped.
+diffusers keeps no alpha tensors, so the scale is folded into the up factor (in float32 unless it is a power of two,
+which costs nothing); the two others get an alpha beside the factors. What a layout has no form for is refused, never
+dropped.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from backend.catalog.state_dict_keys import fill, flatten
-from backend.engine.lora.algorithms.delta import Body, Dense, Hadamard, Kronecker, LowRank, swapped
+from backend.engine.lora.algorithms.delta import Body, Dense, Hadamard, Kronecker, LowRank, sum_of, swapped
 from backend.engine.lora.tools.content import Content
 from backend.engine.lora.tools.key_tables import Book, native_finder
 from backend.engine.lora.tools.text_encoder_keys import MARK, text_stem
@@ -47,7 +48,10 @@ def layout_named(name: str) -> Layout:
 
 
 def write_layout(contents: dict[str, Content], layout: Layout, book: Book) -> dict[str, torch.Tensor]:
-    """The tensors of a file in `layout`. Raises Trouble where the layout has no form for something."""
+    """The tensors of a file in `layout`, by key: factors (rank, in) and (out, rank), or as the layout stores them.
+
+    Raises Trouble("not_supported") where the layout cannot express a change.
+    """
     named = _as_native(contents, book, layout) if layout.native else contents
     prefix = layout.unet_prefix if book.family.PARTS["dit"].folder == "unet" else layout.prefix
     tensors: dict[str, torch.Tensor] = {}
@@ -76,7 +80,7 @@ def _tensors(module: str, content: Content, layout: Layout) -> dict[str, torch.T
     if content.magnitude is not None:
         out |= _magnitude(module, content.magnitude, layout)
     if content.bias:
-        total = sum(bias.dense() for bias in content.bias)
+        total = sum_of(content.bias)
         if layout.name == "diffusers":
             if not isinstance(body, LowRank):
                 raise Trouble("not_supported", f"diffusers' layout cannot hold a bias of {module} without factors.")
@@ -90,9 +94,10 @@ def _single(bodies: list[Body]) -> Body | None:
     """One body that is the sum of all; pairs are put side by side."""
     if len(bodies) < 2:
         return bodies[0] if bodies else None
-    if all(isinstance(body, LowRank) for body in bodies):
-        return side_by_side(bodies)
-    return Dense(sum(body.dense().view(bodies[0].shape) for body in bodies), 1.0)
+    pairs = [body for body in bodies if isinstance(body, LowRank)]
+    if len(pairs) == len(bodies):
+        return side_by_side(pairs)
+    return Dense(sum_of(bodies), 1.0)
 
 
 def side_by_side(bodies: list[LowRank]) -> LowRank:
@@ -170,7 +175,8 @@ def _swapped(content: Content) -> Content:
 def _fused(theirs: str, pieces: dict[int, Content], shares: tuple[int, ...]) -> Content:
     """Contents of a fused module's parts as one: downs stacked, ups along the diagonal, absent parts zero."""
     unit = _unit(theirs, pieces, shares)
-    bodies = {place: _single(content.bodies) for place, content in pieces.items() if content.bodies}
+    whole = {place: _single(content.bodies) for place, content in pieces.items()}
+    bodies = {place: body for place, body in whole.items() if body is not None}
     content = Content()
     if bodies:
         content.bodies = [_fused_body(theirs, bodies, [share * unit for share in shares])]
@@ -178,14 +184,15 @@ def _fused(theirs: str, pieces: dict[int, Content], shares: tuple[int, ...]) -> 
         rows = []
         for place, share in enumerate(shares):
             biases = pieces[place].bias if place in pieces else []
-            rows.append(sum(bias.dense() for bias in biases) if biases else torch.zeros(share * unit))
+            rows.append(sum_of(biases) if biases else torch.zeros(share * unit))
         content.bias = [Dense(torch.cat(rows), 1.0)]
-    if any(piece.magnitude is not None for piece in pieces.values()):
-        if len(pieces) < len(shares) or any(piece.magnitude is None for piece in pieces.values()):
+    magnitudes = {place: piece.magnitude for place, piece in pieces.items() if piece.magnitude is not None}
+    if magnitudes:
+        if len(magnitudes) < len(shares):
             raise Trouble("not_supported", f"{theirs} is a DoRA in some of its parts only; that has no fused form.")
-        if any(piece.magnitude.shape[0] == 1 for piece in pieces.values()):
+        if any(magnitude.shape[0] == 1 for magnitude in magnitudes.values()):
             raise Trouble("not_supported", f"{theirs} is a DoRA by columns; its parts cannot be put together.")
-        content.magnitude = torch.cat([pieces[place].magnitude for place in range(len(shares))])
+        content.magnitude = torch.cat([magnitudes[place] for place in range(len(shares))])
     return content
 
 
@@ -199,14 +206,13 @@ def _unit(theirs: str, pieces: dict[int, Content], shares: tuple[int, ...]) -> i
 
 
 def _fused_body(theirs: str, bodies: dict[int, Body], rows: list[int]) -> Body:
-    if all(isinstance(body, LowRank) for body in bodies.values()):
-        return _fused_pairs(bodies, rows)
-    if (
-        all(isinstance(body, Hadamard) for body in bodies.values())
-        and len({body.scale for body in bodies.values()}) == 1
-    ):
-        firsts = _fused_pairs({place: replace(body.first, scale=1.0) for place, body in bodies.items()}, rows)
-        seconds = _fused_pairs({place: replace(body.second, scale=1.0) for place, body in bodies.items()}, rows)
+    pairs = {place: body for place, body in bodies.items() if isinstance(body, LowRank)}
+    if len(pairs) == len(bodies):
+        return _fused_pairs(pairs, rows)
+    lohas = {place: body for place, body in bodies.items() if isinstance(body, Hadamard)}
+    if len(lohas) == len(bodies) and len({body.scale for body in lohas.values()}) == 1:
+        firsts = _fused_pairs({place: replace(body.first, scale=1.0) for place, body in lohas.items()}, rows)
+        seconds = _fused_pairs({place: replace(body.second, scale=1.0) for place, body in lohas.items()}, rows)
         if firsts.down.shape == seconds.down.shape:
             return Hadamard(firsts, seconds, next(iter(bodies.values())).scale)
     like = next(iter(bodies.values()))
@@ -218,7 +224,8 @@ def _fused_body(theirs: str, bodies: dict[int, Body], rows: list[int]) -> Body:
 
 
 def _fused_pairs(bodies: dict[int, LowRank], rows: list[int]) -> LowRank:
-    """Pairs of equal scale keep it (so alpha grows with the rank); of different scales have it folded in. A shared down stays one."""
+    """Pairs of equal scale keep it (so alpha grows with the rank); of different scales have it folded in. A shared down
+    stays one."""
     pairs = list(bodies.values())
     scale = pairs[0].scale
     if any(pair.scale != scale for pair in pairs):

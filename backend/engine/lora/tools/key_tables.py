@@ -1,7 +1,7 @@
-"""Module names of a family without a loaded model: what the tools, which only move files, need to know of it.
+"""Module names and shapes of a family without a loaded model, for tools that convert state-dict keys.
 
-Names are templates with numbers left open ("transformer_blocks.{}.attn.to_q"), so any depth is known. They come from a base model's header
-if one is given, else from the family's network, built without memory.
+Names are templates with numbers left open ("transformer_blocks.{}.attn.to_q"), so any depth is known. They come from a
+base model's header if one is given, else from the family's network, built without memory.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def _slots(rule: Rule, numbers: tuple[str, ...]) -> tuple[Slot, ...]:
 
 
 def book_of(family: Family, base: PartSpec | None = None, source: Source | None = None) -> Book:
-    """The book of a family's denoiser. `base` is a model of it whose names are to be used; else `source`, a LoRA for it, may show
-    in which size its network is meant, where names depend on that."""
+    """The book of a family's denoiser. `base` is a model of it whose names are to be used; else `source`, a LoRA for
+    it, may show in which size its network is meant, where names depend on that."""
     if base is not None:
         modules = {name.rpartition(".")[0] for name in base.tensors}
     else:
@@ -108,7 +108,8 @@ def _pattern(template: str) -> re.Pattern:
 
 
 def native_rules(book: Book, layout: str) -> list[Rule]:
-    """The rules of the dialect in which files of `layout` are named: the family's first unless it says otherwise; none where names are alike."""
+    """The rules of the dialect in which files of `layout` are named: the family's first unless it says otherwise; none
+    where names are alike."""
     first = next((found.dialect for found in book.family.NAME_MAPS if found.part == "dit"), "")
     dialect = book.family.LORA_NAMES.get(layout, first)
     maps = [found for found in book.maps if dialect and found.dialect.startswith(dialect)]
@@ -116,7 +117,8 @@ def native_rules(book: Book, layout: str) -> list[Rule]:
 
 
 def native_finder(book: Book, layout: str) -> Callable[[str], tuple[Rule, int, tuple[str, ...]] | None]:
-    """Answers (rule, place among its modules, numbers) for the first rule that names a module; fused ones come first."""
+    """Answers (rule, place among its modules, numbers) for the first rule that names a module; fused ones come
+    first."""
     exact: dict[str, tuple[Rule, int]] = {}
     patterns: list[tuple[re.Pattern, Rule, int]] = []
     for rule in sorted(native_rules(book, layout), key=lambda rule: -len(rule.modules)):

@@ -14,7 +14,7 @@ from backend.catalog.spec import PartSpec
 from backend.engine.loading import load
 from backend.engine.loading.tensor_source import open_source
 from backend.engine.lora import fuse
-from backend.engine.lora.algorithms.delta import Body, Dense, Hadamard, LowRank
+from backend.engine.lora.algorithms.delta import Body, Dense, Hadamard, LowRank, sum_of
 from backend.engine.lora.read import read_lora
 from backend.engine.lora.tools.content import Content
 from backend.engine.lora.tools.export_formats import side_by_side
@@ -71,7 +71,7 @@ def _scaled(body: Body, strength: float) -> Body:
 
 
 def _total(bodies: Sequence[Body]) -> Dense:
-    return Dense(sum(body.dense().view(bodies[0].shape) for body in bodies), 1.0)
+    return Dense(sum_of(bodies), 1.0)
 
 
 def reduced(
@@ -82,7 +82,8 @@ def reduced(
     on_progress: Progress = nothing,
     should_stop: Stop = never,
 ) -> Reduced:
-    """Every weight's change at `rank`, or at the least rank that keeps the share `energy` of the squared singular values."""
+    """Every weight's change at `rank`, or at the least rank that keeps the share `energy` of the squared singular
+    values."""
     if (rank is None) == (energy is None):
         raise Trouble("bad_value", "Give either a rank or a share of the energy.")
     if (rank is not None and rank < 1) or (energy is not None and not 0 < energy <= 1):
@@ -117,20 +118,22 @@ def _is_matrix(body: Body) -> bool:
 
 
 def _truncated(bodies: Sequence[Body], rank: int | None, energy: float | None) -> tuple[LowRank, float, float]:
-    """(the best pair, energy it keeps, energy there was). A low-rank sum is decomposed in its own small space, exactly."""
+    """(the best pair, energy it keeps, energy there was). A low-rank sum is decomposed in its own small space,
+    exactly."""
     shape = bodies[0].shape
     bodies = [
         body.low_rank() if isinstance(body, Hadamard) and body.rank < min(shape[0], shape[1]) else body
         for body in bodies
     ]
-    if all(isinstance(body, LowRank) for body in bodies):
-        pair = side_by_side(bodies)
+    pairs = [body for body in bodies if isinstance(body, LowRank)]
+    if len(pairs) == len(bodies):
+        pair = side_by_side(pairs)
         left, right = pair.up.double(), pair.down.flatten(1).double()
         if left.shape[1] < min(left.shape[0], right.shape[1]):
             (q1, r1), (q2, r2) = torch.linalg.qr(left), torch.linalg.qr(right.t())
             u, s, v = torch.linalg.svd(r1 @ r2.t(), full_matrices=False)
             return _kept(q1 @ u, s, v @ q2.t(), rank, energy, shape)
-    dense = sum(body.dense().view(shape) for body in bodies).flatten(1)
+    dense = sum_of(bodies).flatten(1)
     return _kept(
         *decomposed(dense, rank if energy is None else None),
         rank,
@@ -141,7 +144,8 @@ def _truncated(bodies: Sequence[Body], rank: int | None, energy: float | None) -
 
 
 def decomposed(matrix: torch.Tensor, rank: int | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """u, s, v^T: exact for matrices of moderate size or without a rank to aim at, else by random projection (a little beyond `rank`)."""
+    """Truncated SVD of `matrix` (m, n): u (m, k), s (k,), v^T (k, n). Exact for matrices of moderate size or without
+    `rank`, else by random projection (k a little beyond `rank`)."""
     if rank is None or min(matrix.shape) <= EXACT_SVD or rank * 4 >= min(matrix.shape):
         return torch.linalg.svd(matrix.double() if min(matrix.shape) <= 512 else matrix, full_matrices=False)
     generator_state = torch.random.get_rng_state()
@@ -220,7 +224,8 @@ def bake(
     on_progress: Progress = nothing,
     should_stop: Stop = never,
 ) -> list:
-    """A checkpoint of `part` with LoRAs in its weights, under diffusers' names, in `dtype` (None: as stored; 8-bit becomes bfloat16).
+    """A checkpoint of `part` with LoRAs in its weights, under diffusers' names, in `dtype` (None: as stored; 8-bit
+    becomes bfloat16).
 
     Answers what each LoRA did ((name, modules applied, unused)). One tensor is in memory at a time.
     """
@@ -274,8 +279,9 @@ def strengths(contents: dict[str, Content]) -> list[tuple[str, float, int]]:
     """(block, Frobenius norm of all its changes together, number of modules) in the order of the model."""
     blocks: dict[str, list[float]] = {}
     for name, content in contents.items():
-        dense = content.bodies[0] if len(content.bodies) == 1 else None
-        norm = norm_of(dense) if dense is not None else norm_of(Dense(content.dense(), 1.0)) if content.bodies else 0.0
+        single = content.bodies[0] if len(content.bodies) == 1 else None
+        dense = content.dense() if single is None else None
+        norm = norm_of(single) if single is not None else 0.0 if dense is None else norm_of(Dense(dense, 1.0))
         blocks.setdefault(block_of(name), []).append(norm)
     return [
         (block, math.sqrt(sum(n * n for n in norms)), len(norms))

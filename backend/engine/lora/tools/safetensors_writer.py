@@ -1,4 +1,4 @@
-"""Weight files written whole or not at all: to a temporary name in the same folder, synced, then renamed. Nothing is overwritten unasked."""
+"""Atomic safetensors files: written to a temporary name in the same folder, synced, then renamed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def save(
     *,
     overwrite: bool = False,
 ) -> Path:
-    """A safetensors file of tensors in memory."""
+    """Writes a safetensors file of tensors in memory (any shapes). Raises Trouble where it exists, unless
+    `overwrite`."""
     shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     return save_stream(path, shapes, lambda name: tensors[name], metadata, overwrite=overwrite)
 
@@ -70,7 +71,8 @@ def save_stream(
     on_progress: Progress = nothing,
     should_stop: Stop = never,
 ) -> Path:
-    """A safetensors file of tensors that `get` makes one at a time, so that a checkpoint of any size takes little memory."""
+    """Writes a safetensors file of tensors that `get(name)` makes one at a time, of the dtypes and shapes of `shapes`,
+    so that a checkpoint of any size takes little memory."""
     entries, offset = {}, 0
     order = sorted(
         shapes, key=lambda name: (-shapes[name][0].itemsize, name)
@@ -86,7 +88,7 @@ def save_stream(
             _check_stop(should_stop)
             tensor = get(name).detach().cpu().contiguous()
             assert (tensor.dtype, tuple(tensor.shape)) == shapes[name], name
-            file.write(tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b"")
+            file.write(_bytes_of(tensor) if tensor.numel() else b"")
             on_progress(entries[name]["data_offsets"][1], offset)
     return path
 
@@ -112,8 +114,8 @@ def write_metadata(
     on_progress: Progress = nothing,
     should_stop: Stop = never,
 ) -> Path:
-    """`path` with other metadata; its tensors are copied byte for byte. A LoRA whose alpha only the metadata or a configuration beside it
-    says gets it as tensors where the copy would act otherwise (`lora_faithful`)."""
+    """`path` with other metadata; its tensors are copied byte for byte. A LoRA whose alpha only the metadata or a
+    configuration beside it says gets it as tensors where the copy would act otherwise (`lora_faithful`)."""
     layout = read_layout(path)
     added, metadata = kept_meaning(open_source(path), metadata, out)
     total, done = layout.nbytes - layout.data_start, 0
@@ -134,7 +136,7 @@ def write_metadata(
             done += len(chunk)
             on_progress(done, total)
         for tensor in added.values():
-            file.write(tensor.reshape(-1).view(torch.uint8).numpy())
+            file.write(_bytes_of(tensor))
     return out
 
 
@@ -147,7 +149,8 @@ def edit_metadata(
     strip: bool = False,
     **options,
 ) -> Path:
-    """`path` with some metadata set and some removed; `strip`: everything but "format" is removed first. `out` None: in its place."""
+    """`path` with some metadata set and some removed; `strip`: everything but "format" is removed first. `out` None: in
+    its place."""
     said = read_layout(path).metadata
     if strip:
         said = {key: value for key, value in said.items() if key == "format"}
@@ -184,3 +187,9 @@ def to_safetensors(path: Path, out: Path | None = None, *, overwrite: bool = Fal
         overwrite=overwrite,
         **options,
     )
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU."""
+    raw = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(raw)  # pyright: ignore[reportArgumentType]  (numpy's stubs hide the buffer)

@@ -1,8 +1,8 @@
-"""Copies of LoRA files that act as the files do: what only metadata or a configuration beside the file said goes along.
+"""Self-contained copies of LoRA files: what metadata or adapter_config.json said is written into the file.
 
-alpha / rank may lie in the header's metadata or in PEFT's adapter_config.json. A copy with other metadata, or in another folder, would
-act at another strength; it gets alpha tensors instead, which every reader knows. How an OFT's rotations are meant has no tensor: it goes
-along in the metadata.
+alpha / rank may lie in the header's metadata or in PEFT's adapter_config.json. A copy with other metadata, or in
+another folder, would act at another strength; it gets alpha tensors instead, which every reader knows. How an OFT's
+rotations are meant has no tensor: it goes along in the metadata.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def kept_meaning(
 
 
 def _names(source: Source, grouped: Mapping) -> dict[str, tuple[str, ...]]:
-    """What rules for alpha may call each module. Where they have patterns, for dotted names, and the file's are flattened, the family tells.
+    """What rules for alpha may call each module. Where they have patterns, for dotted names, and the file's are
+    flattened, the family tells.
 
     Raises Trouble where patterns cannot be tried for that.
     """
@@ -135,7 +136,8 @@ def _not_kept(source: Source, why: str) -> Trouble:
 
 
 def check_neighbours(out: Path, *, own_meaning: bool) -> None:
-    """Raises Trouble where a file written to `out` would change what another says, or be read by a configuration that is not its own.
+    """Raises Trouble where a file written to `out` would change what another says, or be read by a configuration that
+    is not its own.
 
     `own_meaning`: the file is made anew, so a configuration that lies there does not speak of it.
     """
@@ -145,7 +147,8 @@ def check_neighbours(out: Path, *, own_meaning: bool) -> None:
     if len({other.stem for other in others}) == 1 and not others[0].name.startswith(STEMS):
         raise Trouble(
             "bad_value",
-            f"{CONFIG} in {out.parent} speaks of {others[0].name}, the only LoRA there; with a second one it would speak of neither.",
+            f"{CONFIG} in {out.parent} is for {others[0].name}, the only LoRA there; "
+            "with a second one it would apply to neither.",
             hint="Write to another folder.",
         )
     if own_meaning and config_beside(out):

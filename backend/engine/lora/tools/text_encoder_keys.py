@@ -1,4 +1,4 @@
-"""Text encoders' module names without a loaded one, and how each layout calls the encoders: what the tools need to carry such halves along."""
+"""Key names of text encoders in LoRA files, for each layout, without a loaded model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ NUMBERS = {"text_encoder": "1", "text_encoder_2": "2", "text_encoder_3": "3"}
 
 
 def text_module(component: str, name: str) -> str | None:
-    """The name that contents know an encoder's module by, whether `name` is dotted or flattened; None where it is none of theirs."""
+    """The name that contents know an encoder's module by, whether `name` is dotted or flattened; None where it is none
+    of theirs."""
     if component not in NUMBERS:
         return None
     flat = flatten(name)
