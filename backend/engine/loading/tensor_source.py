@@ -80,7 +80,7 @@ class Source:
         if unknown or ((self._scales or marked) and not scales):
             what = "it has no scale, as others in the file have"
             if unknown:
-                what = f"the meaning of {unknown[0]} is not known"
+                what = f"the quantization that {unknown[0]} belongs to is not understood"
             elif not self._scales:
                 what = "it has no scale, though the file is marked as scaled"
             raise Trouble(

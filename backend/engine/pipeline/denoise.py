@@ -67,7 +67,8 @@ def denoise(pipeline, request: GenerationRequest, x, sigmas, positive, negative,
 
 
 def _quicker_apart(pipeline) -> bool:
-    """Whether guidance goes in two passes though there is memory for one: where nothing is fetched, and the way is chosen."""
+    """Whether guidance goes in two passes though there is memory for one: where nothing is fetched, and the way is
+    chosen."""
     if measured_choices.chosen().guidance != "apart" or device_memory.is_ram(pipeline.device):
         return False
     blocks, staying = oom_fallback.staying_of(pipeline, apply.PART)

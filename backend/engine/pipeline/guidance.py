@@ -1,7 +1,8 @@
 """Guidance: the predictions of a step, of one network or several, combined into the one that the sampler follows.
 
-Drawing, previews, samples of training and prior preservation all go through `guided`. What a family's branches are, at which scale they are
-combined and how, it says itself (`branches`, `guidance_at`, `guide`); classifier-free guidance is the usual one.
+Drawing, previews, samples of training and prior preservation all go through `guided`. What a family's branches are, at
+which scale they are combined and how, it says itself (`branches`, `guidance_at`, `guide`); classifier-free guidance is
+the usual one.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ def guided(
     cache: StepCache | None = None,
     using: Callable[[str], AbstractContextManager] | None = None,
 ) -> Denoise:
-    """dx / dsigma under guidance. `prompts`: "positive" and, where there are branches of it, "negative" -> encodings of `encode_text`, one
-    for each picture of the batch.
+    """dx / dsigma under guidance. `prompts`: "positive" and, where there are branches of it, "negative" -> encodings of
+    `encode_text`, one for each picture of the batch.
 
-    `together`: branches of one network run as one batch, so that a streamed block is moved once a step. Else one after the other, which
-    takes half the working memory. `cache` lets steps reuse what earlier ones computed. `using(part)`: within it that network may be called,
-    for families whose steps change networks.
+    `together`: branches of one network run as one batch, so that a streamed block is moved once a step. Else one after
+    the other, which takes half the working memory. `cache` lets steps reuse what earlier ones computed. `using(part)`:
+    within it that network may be called, for families whose steps change networks.
     """
     return _Guided(
         family, parts, prompts, settings, num_steps, device, together, cache, using or (lambda _: nullcontext())

@@ -31,8 +31,8 @@ class Step:
 
 
 class Preview:
-    """Draws expected latents: by the VAE where the picture is small and the VAE stays on the device, else cell by cell with a
-    linear map from latents to colours, which is learnt from what was decoded."""
+    """Draws expected latents: by the VAE where the picture is small and the VAE stays on the device, else cell by cell
+    with a linear map from latents to colours, which is learnt from what was decoded."""
 
     def __init__(self, family: Family, parts: dict, placements: dict, *, device: torch.device, dtype: torch.dtype):
         self.family, self.parts, self.placements = family, parts, placements
@@ -49,8 +49,8 @@ class Preview:
 
     @torch.no_grad()
     def learn_from_noise(self, settings: DrawSettings) -> None:
-        """Fits the map to the decoding of smooth noise; needs the VAE. Every decoded picture betters it. Of video and of several streams it is
-        learnt from what was decoded alone."""
+        """Fits the map to the decoding of smooth noise; needs the VAE. Every decoded picture betters it. Of video and
+        of several streams it is learnt from what was decoded alone."""
         shape = self.family.latent_shape(settings)
         if isinstance(shape, dict) or len(shape) != 3:
             return
@@ -62,12 +62,14 @@ class Preview:
             self.learn(smooth, self.family.decode(self.parts, smooth))
 
     def learn(self, latents: torch.Tensor, pixels: torch.Tensor) -> None:
-        """Fits the map to latents (1, C, h, w) and their pixels (1, 3, H, W), if these are enough to tell it and there is memory for it."""
+        """Fits the linear map from latents (1, C, h, w) to their pixels (1, 3, H, W), if there are enough cells to
+        determine it and memory for it."""
         cells = _with_one(latents)
         if len(cells) < 2 * cells.shape[1]:
             return
         with out_of_memory.suppress_oom():
-            colours = torch.nn.functional.adaptive_avg_pool2d(pixels.float(), latents.shape[-2:])[0].flatten(1).T.cpu()
+            height, width = latents.shape[-2:]
+            colours = torch.nn.functional.adaptive_avg_pool2d(pixels.float(), (height, width))[0].flatten(1).T.cpu()
             self.weights = torch.linalg.lstsq(cells, colours, driver="gelsd").solution
 
     @torch.no_grad()

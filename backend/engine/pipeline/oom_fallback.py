@@ -1,10 +1,12 @@
 """Where memory runs out in a phase: one rung lower for the part concerned, and the phase again.
 
-From the top: the other parts leave the device; half of the blocks that stay are fetched when they are called, then all are; blocks are
-stored in FP8, where that is allowed. A phase has rungs of its own beside: guidance in two halves (before blocks are fetched, while all stay:
-there it costs little), tiles of a picture, where those are allowed. Where RAM ran out beside a card, weights wait on disk instead.
+From the top: the other parts leave the device; half of the blocks that stay are fetched when they are called, then all
+are; blocks are stored in FP8, where that is allowed. A phase has rungs of its own beside: guidance in two halves
+(before blocks are fetched, while all stay: there it costs little), tiles of a picture, where those are allowed. Where
+RAM ran out beside a card, weights wait on disk instead.
 
-Every rung is taken once in a pipeline's life, so a phase is repeated a bounded number of times, and what was taken stays.
+Every rung is taken once in a pipeline's life, so a phase is repeated a bounded number of times, and what was taken
+stays.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ class Rung:
 
 
 def again(pipeline, part: str, work: Callable, *, when: str, own: Sequence[Rung] = ()):
-    """What `work()` gives; where memory runs out in it, done again one rung lower, and so on. `when`: what is going on, for the notes.
+    """What `work()` gives; where memory runs out in it, done again one rung lower, and so on. `when`: what is going on,
+    for the notes.
 
     `work` is to begin from the beginning each time. At the foot of the ladder the last error is raised as it is.
     """
@@ -216,7 +219,8 @@ def _mode(pipeline, name: str) -> str:
 
 
 def _layout(pipeline, name: str, mode: str, *, home: str = "", storage: str = "") -> VramConfig:
-    """The four states of `name` in another mode: stored as it is now, waiting where it does now, or where there is room."""
+    """The four states of `name` in another mode: stored as it is now, waiting where it does now, or where there is
+    room."""
     config = pipeline.configs.get(name, VramConfig())
     computing = config.computation_dtype or str(pipeline.dtype).removeprefix("torch.")
     dtypes = (config.offload_dtype, config.onload_dtype, config.preparing_dtype)
@@ -278,7 +282,8 @@ def _own_bytes(pipeline, name: str) -> int:
 
 
 def staying_of(pipeline, name: str) -> tuple[int, int]:
-    """How many blocks the part has, and how many of them stay on the device while it is called; (0, 0) where it cannot be streamed."""
+    """How many blocks the part has, and how many of them stay on the device while it is called; (0, 0) where it cannot
+    be streamed."""
     here = pipeline.placements.get(name)
     if here is not None:
         return len(here.blocks), len(here.planned_resident_blocks())
@@ -309,7 +314,8 @@ def _frees_blocks(pipeline, name: str) -> bool:
 
 
 def _may_be_eighth(pipeline, name: str) -> bool:
-    """Whether storing in FP8 is allowed and would change anything: what is fetched from disk comes in the file's own format."""
+    """Whether storing in FP8 is allowed and would change anything: what is fetched from disk comes in the file's own
+    format."""
     here = pipeline.placements.get(name)
     if part_loading.is_fixed(pipeline, name) or name in pipeline.packed:
         return False

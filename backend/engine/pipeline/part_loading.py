@@ -1,8 +1,10 @@
-"""How a part of a pipeline is loaded where more is said than where its weights lie: quantized, from a state dict, or without weights.
+"""How a part of a pipeline is loaded where more is said than where its weights lie: quantized, from a state dict, or
+without weights.
 
-Weights of such a part are not those of its file, so nothing may read them from there again: where memory runs out they are neither moved nor
-stored otherwise, and LoRAs act beside quantized layers. A part that is quantized *and* moved is written quantized to a file of its own first,
-in the cache, and is then an ordinary one that is placed; the file goes when the pipeline is closed.
+Weights of such a part are not those of its file, so nothing may read them from there again: where memory runs out they
+are neither moved nor stored otherwise, and LoRAs act beside quantized layers. A part that is quantized *and* moved is
+written quantized to a file of its own first, in the cache, and is then an ordinary one that is placed; the file goes
+when the pipeline is closed.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ Tell = Callable[[int, int], None] | None
 
 @dataclass(frozen=True)
 class Loading:
-    """`quantize`: which layers, and how. `state_dict`: the weights, under the names that the part's file has or the module's own.
-    `clear_parameters`: none at all, for who needs only the module's structure."""
+    """`quantize`: which layers, and how. `state_dict`: the weights, under the names that the part's file has or the
+    module's own. `clear_parameters`: none at all, for who needs only the module's structure."""
 
     quantize: QuantizeConfig | MixedQuantizeConfig | None = None
     state_dict: Mapping[str, torch.Tensor] | None = None
@@ -170,7 +172,8 @@ def _take_state(module: torch.nn.Module, part: PartSpec, state: Mapping[str, tor
 
 
 def place_packed(pipeline, name: str, tell: Tell) -> None:
-    """Makes the file of a part that is quantized and moved, unless its own is quantized already; `pipeline.packed` says which weights stay so."""
+    """Makes the file of a part that is quantized and moved, unless its own is quantized already; `pipeline.packed` says
+    which weights stay so."""
     part, config = pipeline.spec.parts[name], pipeline.loading[name].quantize
     if not config.load_prequantized:
         folder = places().cache / "quantized"

@@ -1,4 +1,5 @@
-"""The parts of a pipeline whose weights are moved about: placed when they are loaded, and placed anew where memory ran out."""
+"""The parts of a pipeline whose weights are moved about: placed when they are loaded, and placed anew where memory ran
+out."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def is_placed(pipeline, name: str) -> bool:
 
 
 def place(pipeline, name: str, module: torch.nn.Module, tell: Callable[[int, int], None] | None = None) -> None:
-    """Puts the weights of `module`, the part `name`, where the pipeline's settings say. LoRAs that acted on it act beside them afterwards."""
+    """Puts the weights of `module`, the part `name`, where the pipeline's settings say. LoRAs that acted on it act
+    beside them afterwards."""
     from backend.engine.offload import placement
 
     config = with_defaults(pipeline.configs.get(name, VramConfig()), pipeline.dtype, pipeline.device)
@@ -56,8 +58,8 @@ def _refuse_state(*_, **__):
 
 
 def rearrange(pipeline, name: str, config: VramConfig, resident: tuple[int, ...] | None) -> None:
-    """Places the weights of a part as `config` says from now on, with the blocks `resident` staying. Where memory runs out in this, it is
-    done when the part is used."""
+    """Places the weights of a part as `config` says from now on, with the blocks `resident` staying. Where memory runs
+    out in this, it is done when the part is used."""
     old = pipeline.placements.pop(name, None)
     if old is not None:
         old.close()

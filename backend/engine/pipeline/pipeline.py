@@ -32,11 +32,12 @@ KEPT_ENCODINGS = 64
 class Pipeline:
     """The parts of one model on one device.
 
-    `parts` holds the modules by name, the tokenizer and the processor of pictures; `placements` those whose weights are moved about. Parts may be missing:
-    a pipeline of a transformer alone loads, and says what it lacks when it is asked for a picture. `compile` only makes sure, before
-    anything is loaded, that requests may ask for it; `fp8_products` stores the transformer so that they may ask for those. `allow_fp8`: weights
-    may be stored in FP8 where memory runs out, `allow_tiles`: pictures may go through the autoencoder in tiles. What is done then is in `oom_fallback`. `loading`: parts
-    whose weights are not simply those of their files.
+    `parts` holds the modules by name, the tokenizer and the processor of pictures; `placements` those whose weights are
+    moved about. Parts may be missing: a pipeline of a transformer alone loads, and says what it lacks when it is asked
+    for a picture. `compile` only makes sure, before anything is loaded, that requests may ask for it; `fp8_products`
+    stores the transformer so that they may ask for those. `allow_fp8`: weights may be stored in FP8 where memory runs
+    out, `allow_tiles`: pictures may go through the autoencoder in tiles. What is done then is in `oom_fallback`.
+    `loading`: parts whose weights are not simply those of their files.
     """
 
     def __init__(
@@ -167,7 +168,8 @@ class Pipeline:
 
     @torch.no_grad()
     def encode_prompt(self, prompt: str, edited: Sequence[Image.Image] = (), *, negative: bool = False) -> Encoding:
-        """The encoding of `prompt`, with the pictures to edit, on the device; text encoders run only for what was not seen lately."""
+        """The encoding of `prompt`, with the pictures to edit, on the device; text encoders run only for what was not
+        seen lately."""
         key = (prompt, negative, *map(request_checks.digest, edited))
         if key in self._encodings:
             self._encodings.move_to_end(key)
@@ -211,7 +213,8 @@ class Pipeline:
 
     @torch.no_grad()
     def encode_picture(self, picture: Image.Image, width: int, height: int, generator=None) -> torch.Tensor:
-        """Normalised latents (1, C, h, w) of a picture: the mean, or a sample by a CPU `generator`; in tiles where memory runs out without."""
+        """Normalised latents (1, C, h, w) of a picture: the mean, or a sample by a CPU `generator`; in tiles where
+        memory runs out without."""
         drawn = None if generator is None else generator.get_state()
         rows, columns = self.family.sizes(self.spec.variant).cells(width, height)
 
@@ -309,8 +312,8 @@ class Pipeline:
         noise: torch.Tensor | None = None,
         tiled: bool | tuple[int, int] | None = None,
     ) -> Iterator[Image.Image]:
-        """As `generate`, one picture after the other. `noise` (1, C, h, w) replaces that of the first picture's seed, `source`
-        the request's input picture, `edited` its pictures to edit.
+        """As `generate`, one picture after the other. `noise` (1, C, h, w) replaces that of the first picture's seed,
+        `source` the request's input picture, `edited` its pictures to edit.
 
         Each picture is drawn by itself, so that picture 3 of 4 comes out the same when its seed is asked for alone.
         """
@@ -348,7 +351,8 @@ class Pipeline:
             yield self.decode(latents, tiled=tiled)
 
     def add_lora(self, part: str, source, *, strength: float = 1.0, hot: bool | None = None) -> LoraReceipt:
-        """Adds a LoRA (a file or a state dict) to `part`, and its text encoder half to the text encoder if that is loaded."""
+        """Adds a LoRA (a file or a state dict) to `part`, and its text encoder half to the text encoder if that is
+        loaded."""
         part_loading.check_usable(self, part)
         if part in self.lower.moved:
             hot = None  # what could be fused into when it was loaded no longer can

@@ -18,8 +18,8 @@ __all__ = ["check", "check_request", "digest", "edits", "opened"]
 
 
 def check_request(spec: ModelSpec, family: Family, request: GenerationRequest, *, draws: bool) -> None:
-    """Before a model is loaded, raises Trouble for pictures that it cannot take, and, where the request `draws` next, for none, and for
-    files that are not there or no pictures."""
+    """Before a model is loaded, raises Trouble for pictures that it cannot take, and, where the request `draws` next,
+    for none, and for files that are not there or no pictures."""
     check(spec, family, len(request.edit_images), must=draws)
     if not draws:
         return

@@ -1,8 +1,8 @@
 """Samplers: from noise to latents over a schedule of noise levels. Shapes as in `backend.catalog.family`.
 
-`Denoise` is the whole contract between a network under guidance (`guidance.guided`) and the loop: the derivative dx / dsigma at x. It is the
-same for flow matching and for noise that is added without bound (epsilon and v models), so one sampler serves all: x - sigma * dx / dsigma
-are the latents that are expected at the end.
+`Denoise` is the whole contract between a network under guidance (`guidance.guided`) and the loop: the derivative dx /
+dsigma at x. It is the same for flow matching and for noise that is added without bound (epsilon and v models), so one
+sampler serves all: x - sigma * dx / dsigma are the latents that are expected at the end.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def sample(
 ) -> Latents:
     """`x` at sigmas[0] brought to the latents at sigmas[N] by the sampler `method`; `sigmas` (N + 1,).
 
-    After each step `on_step(number, estimate)`, where `estimate()` is the picture's latents as expected now. Raises Cancelled
-    as soon as `should_stop()` says so, before the next step.
+    After each step `on_step(number, estimate)`, where `estimate()` is the picture's latents as expected now. Raises
+    Cancelled as soon as `should_stop()` says so, before the next step.
     """
     for index in range(num_steps(sigmas)):
         if should_stop and should_stop():
@@ -65,8 +65,8 @@ def _expected(x: torch.Tensor, sigma: torch.Tensor, derivative: torch.Tensor) ->
 
 
 def euler(denoise: Denoise, x: Latents, sigma: Levels, following: Levels, index: int) -> tuple[Latents, Latents]:
-    """One step of Euler's method: (the next x, the derivative at this one). The arithmetic is that of diffusers' schedulers: float32 sums,
-    rounded to the network's dtype after each step."""
+    """One step of Euler's method: (the next x, the derivative at this one). The arithmetic is that of diffusers'
+    schedulers: float32 sums, rounded to the network's dtype after each step."""
     derivative = denoise(x, sigma, following, index)
     moved = each_stream(
         lambda at, slope, now, then: (at.float() + (then - now) * slope).to(slope.dtype),
@@ -87,6 +87,7 @@ def num_steps(sigmas: Levels) -> int:
 
 
 def steps_from(sigmas: Levels, strength: float) -> Levels:
-    """The tail of `sigmas` (N + 1,) for a picture that is departed from with `strength` in [0, 1]: 1 all steps, 0 none."""
+    """The tail of `sigmas` (N + 1,) for a picture that is departed from with `strength` in [0, 1]: 1 all steps, 0
+    none."""
     count = num_steps(sigmas)
     return each_stream(lambda levels: levels[int(max(count - count * strength, 0)) :], sigmas)

@@ -99,7 +99,7 @@ class _Recorder(TorchDispatchMode):
                 if isinstance(tensor, torch.Tensor):
                     self.watch(tensor.untyped_storage())
         name = func.overloadpacket.__name__
-        if name in PRODUCTS:
+        if name in PRODUCTS and isinstance(result, torch.Tensor):
             self.tape.linear_flops += 2 * result.numel() * args[-2].shape[-1]
         elif name == "convolution":
             self._convolution(args, result)

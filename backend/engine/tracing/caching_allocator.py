@@ -19,28 +19,33 @@ EXPANDABLE_PAGE = {True: 2 * MIB, False: 20 * MIB}
 
 
 class OutOfPool(Exception):
-    """The limit is too low for the tape."""
+    """Out of memory in the simulation: the limit is too low for the trace."""
 
 
 class _Block:
+    """`size` bytes of a segment (its number, whether for small blocks) from `start`; neighbours `before` and `next`."""
+
     __slots__ = ("before", "free", "next", "segment", "size", "start")
 
-    def __init__(self, segment, start, size):
+    def __init__(self, segment: tuple[int, bool], start: int, size: int):
         self.segment, self.start, self.size, self.free = segment, start, size, True
-        self.before = self.next = None
+        self.before: _Block | None = None
+        self.next: _Block | None = None
 
 
 class Pool:
-    """Segments of one device. `reserved` bytes are held, at most `limit`."""
+    """The allocator's segments on one device. `reserved` bytes are held now, at most `limit`; `highest`: the peak."""
 
     def __init__(self, limit: int | None = None, expandable: bool = False):
         self.limit, self.expandable = limit, expandable
         self.reserved = self.highest = 0
-        self.free = {True: [], False: []}  # small? -> sorted (size, segment, start, block)
+        # small? -> sorted (size, segment, start, block)
+        self.free: dict[bool, list[tuple[int, int, int, _Block]]] = {True: [], False: []}
         self.segments = 0
-        self.tail = {True: None, False: None}
+        self.tail: dict[bool, _Block | None] = {True: None, False: None}  # of the expandable segment
 
     def take(self, nbytes: int) -> _Block:
+        """Allocates `nbytes`. Raises OutOfPool beyond the limit."""
         size = rounded(max(nbytes, 1))
         small = size <= SMALL
         found = self._best(size, small)
@@ -49,6 +54,7 @@ class Pool:
         return self._split(found, size, small)
 
     def give(self, block: _Block) -> None:
+        """Frees a block."""
         small = block.segment[1]
         block.free = True
         for other in (block.before, block.next):
@@ -86,14 +92,15 @@ class Pool:
 
     def _grow(self, size: int, small: bool) -> _Block:
         last = self.tail[small]
-        spare = last.size if last is not None and last.free else 0
+        free = last if last is not None and last.free else None
+        spare = 0 if free is None else free.size
         page = EXPANDABLE_PAGE[small]
         more = -(-(size - spare) // page) * page
         self._reserve(more)
-        if spare:
-            self._drop(last, small)
-            last.size += more
-            return last
+        if free is not None:
+            self._drop(free, small)
+            free.size += more
+            return free
         start = 0 if last is None else last.start + last.size
         block = _Block((0, small), start, more)
         block.before = last
@@ -136,7 +143,7 @@ def _joined(block: _Block, other: _Block) -> _Block:
 
 
 def replay(tape: Tape, *, limit: int | None = None, expandable: bool = False, times: int = 2) -> int:
-    """The most bytes reserved while the tape runs `times` times over. `OutOfPool` where `limit` is too low."""
+    """Peak reserved bytes when the trace runs `times` times over. Raises OutOfPool where `limit` bytes are too few."""
     pool = Pool(limit, expandable)
     for _ in range(times):
         blocks: dict[int, _Block] = {}
@@ -151,7 +158,7 @@ def replay(tape: Tape, *, limit: int | None = None, expandable: bool = False, ti
 
 
 def least(tape: Tape, peak_bytes: int) -> int:
-    """The smallest pool, within 1 %, in which the tape still runs (segments given back when it is full)."""
+    """The smallest pool in bytes, within 1 %, in which the trace still runs (unused segments freed when it is full)."""
     low, high = peak_bytes, replay(tape)
     while high - low > max(0.01 * peak_bytes, 2 * MIB):
         middle = (low + high) // 2

@@ -176,7 +176,7 @@ def step_tape(
             kernel=kernel,
             method=method,
         )
-        blocks = [block for name in known["blocks"] for block in module.get_submodule(name)]
+        blocks = [block for name in known["blocks"] for block in module.get_submodule(name).children()]
         lean = bool(targets) and method.lean
         return cpu_training_step.step_tape(module, blocks, point, dtype, lean=lean, drawing=method.drawing)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy
 
@@ -34,7 +34,7 @@ def fit(
     names: list[str],
     points: list[dict],
     tapes: list[Tape],
-    span: dict[str, tuple[float, float]],
+    span: Mapping[str, tuple[float, float]],
     *,
     section: tuple[str, str] | None = None,
     single: bool = False,
@@ -164,7 +164,7 @@ def _running_sums(events: list[int], coefficients: numpy.ndarray) -> numpy.ndarr
     return numpy.cumsum(numpy.array(rows), axis=0)
 
 
-def _prune(names: list[str], alive: numpy.ndarray, span: dict) -> list[numpy.ndarray]:
+def _prune(names: list[str], alive: numpy.ndarray, span: Mapping[str, tuple[float, float]]) -> list[numpy.ndarray]:
     """The fewest rows of `alive` that come within the tolerance of its maximum all over `span`."""
     grid = numpy.array([features(names, point) for point in _grid(span)], dtype=float)
     alive = numpy.unique(numpy.round(alive, 3), axis=0)
@@ -179,7 +179,7 @@ def _prune(names: list[str], alive: numpy.ndarray, span: dict) -> list[numpy.nda
     return chosen
 
 
-def _grid(span: dict[str, tuple[float, float]]) -> list[dict]:
+def _grid(span: Mapping[str, tuple[float, float]]) -> list[dict]:
     steps = {
         name: numpy.unique(numpy.geomspace(low, high, 7)) if high > low else [low] for name, (low, high) in span.items()
     }

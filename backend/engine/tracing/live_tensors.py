@@ -11,6 +11,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -86,10 +87,18 @@ def in_use(device: torch.device) -> dict:
     }
 
 
+class Measurable(Protocol):
+    """What measuring uses of a `Pipeline`."""
+
+    parts: dict[str, Any]
+    device: torch.device
+    on_phase: Callable[[str], None] | None
+
+
 @contextlib.contextmanager
-def measuring(pipeline, *, known_bytes: int = 0, looks: bool = True) -> Iterator[Measure]:
-    """What `pipeline` takes while this is open. `known_bytes`: of the same job as it was measured before; then nothing
-    is looked at where looking costs time. Nor is it without `looks`: compiled blocks cannot be looked into."""
+def measuring(pipeline: Measurable, *, known_bytes: int = 0, looks: bool = True) -> Iterator[Measure]:
+    """Measures the peak memory of `pipeline` while this is open. `known_bytes`: the same job's peak as measured before;
+    then nothing is measured where measuring costs time. Nor is it without `looks`: compiled blocks cannot be traced."""
     peak = Measure(pipeline.parts, pipeline.device, known_bytes=known_bytes, looks=looks)
     pipeline.on_phase = peak.phase
     try:
@@ -100,11 +109,11 @@ def measuring(pipeline, *, known_bytes: int = 0, looks: bool = True) -> Iterator
 
 
 class Measure:
-    """The highest live bytes of each phase of a job. Enter a phase by `phase(name)`, call `step()` after each step,
-    `end()` at the end.
+    """Peak memory: the highest bytes of live tensors in each phase of a job. Enter a phase by `phase(name)`, call
+    `step()` after each step, `end()` at the end.
 
-    `beside` gives tensors that lie there besides those of `modules` and were made while nobody looked, such as an
-    optimizer's state.
+    `beside` lists tensors on the device besides those of `modules` that were allocated while nothing was measured,
+    such as an optimizer's state.
     """
 
     def __init__(
@@ -127,7 +136,7 @@ class Measure:
 
     @property
     def is_free(self) -> bool:
-        """Whether the device counts by itself, so that looking costs nothing."""
+        """Whether the device counts its peak itself (`max_memory_allocated`), so that measuring costs nothing."""
         return self._counter is not None
 
     @property
@@ -137,10 +146,10 @@ class Measure:
 
     @property
     def highest_phase(self) -> str:
-        return max(self.by_phase, key=self.by_phase.get, default="")
+        return max(self.by_phase, key=lambda name: self.by_phase[name], default="")
 
     def phase(self, name: str) -> None:
-        """What comes now is `name`, whose parts are where they compute; "" where a phase has ended."""
+        """The phase `name` begins, its parts being on their device; "": the phase has ended."""
         if self._blind:
             return
         self._look()
@@ -151,8 +160,9 @@ class Measure:
             self._counter.reset_peak_memory_stats(self.device)
             return
         self._kept_bytes = 0
-        self._seen.highest = self._seen.now
-        self._seen.watch()
+        if self._seen is not None:
+            self._seen.highest = self._seen.now
+            self._seen.watch()
 
     def step(self) -> None:
         self._steps += 1
@@ -169,18 +179,18 @@ class Measure:
     def _look(self) -> None:
         if not self._name:
             return
-        if self._counter is not None:
-            found = self._counter.max_memory_allocated(self.device)
+        if self._seen is None:
+            found = self._counter.max_memory_allocated(self.device) if self._counter is not None else 0
         else:
-            found = self._kept() + self._seen.highest
+            found = self._kept(self._seen) + self._seen.highest
         self.by_phase[self._name] = max(self.by_phase.get(self._name, 0), found)
 
-    def _kept(self) -> int:
-        """Of weights and LoRAs; blocks that stay come when they are first used."""
-        if self._seen.watching:
+    def _kept(self, seen: _Seen) -> int:
+        """Bytes of weights and LoRAs; resident blocks are loaded when they are first used."""
+        if seen.watching:
             tensors = [*_weights(self.modules, self.device), *self.beside()]
             kept = _staging_bytes(self.modules, self.device) + adapter_bytes(self.modules)
-            self._kept_bytes = max(self._kept_bytes, kept + _sum(tensors, self.device, but=self._seen.alive))
+            self._kept_bytes = max(self._kept_bytes, kept + _sum(tensors, self.device, but=seen.alive))
         return self._kept_bytes
 
 

@@ -296,7 +296,7 @@ def write(path: Path, tables) -> Path:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m backend trace", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m backend trace", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("family", nargs="+", help="families of assets/memory/published.json, or starter")
     arguments = parser.parse_args(argv)
     for family in arguments.family:

@@ -19,7 +19,8 @@ from backend.schema.request import GenerationRequest
 
 @dataclass(frozen=True)
 class Room:
-    """What a plan was made with: whether another request fits the same arrangement is told by these."""
+    """What a plan was made with: model sizes, fixed costs and the budget in bytes, which decide whether it covers
+    another request."""
 
     sizes: ModelSizes
     fixed: Fixed
@@ -57,7 +58,7 @@ class Placing:
 
     @property
     def placed(self) -> tuple:
-        """What a pipeline has to be loaded anew for."""
+        """The placement settings: where they differ, the pipeline has to be reloaded."""
         return self.configs, self.vram_limit_bytes, self.tiled_vae, self.halves_apart, self.resident_blocks
 
     def covers(self, request: GenerationRequest) -> bool:
@@ -71,7 +72,8 @@ class Placing:
         return all(high <= max(planned.get(phase, 0), self.room.budget_bytes) for phase, high in needed.items())
 
     def _needed(self, request: GenerationRequest) -> dict[str, int]:
-        """Phase -> bytes that its budget must hold, as the model is placed."""
+        """Phase -> predicted peak bytes of `request` under this plan."""
+        assert self.plan is not None and self.room is not None, "only a planned placement predicts"
         work = work_of_request(request, self.room.sizes, computing=self.room.computing)
         return predict_peak.high_bytes(self.plan, self.room.sizes, work, self.room.fixed)
 
@@ -102,7 +104,7 @@ def _measures(request: GenerationRequest) -> tuple[float, ...]:
 
 
 def plan_for(spec: ModelSpec, card: Card, request: GenerationRequest, preferences: Preferences) -> VramPlan:
-    """The plan for `request` on `card`, with what this machine has taught."""
+    """The VRAM plan for `request` on `card`, corrected by what was measured on this machine."""
     return plan_here(spec, card, request, preferences, user=places().user)
 
 
@@ -131,7 +133,7 @@ def learn(
     measured_bytes: int,
     seconds: float,
 ) -> None:
-    """Keeps what a job really took, for the next plan and for "last time"."""
+    """Records the measured peak memory and time of a job, which correct later plans."""
     with contextlib.suppress(OSError):  # a full disk is no reason to lose a picture over statistics
         history.remember(
             places().user / "measured.json",
