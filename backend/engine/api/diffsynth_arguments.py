@@ -62,7 +62,7 @@ def refuse(given: Mapping[str, object], words: Mapping[str, tuple], own: Iterabl
 def tiles(size: int | None, stride: int | None) -> tuple[int, int]:
     """Tiles of `size` latent cells, `stride` apart, as DiffSynth counts them: half a tile where only the size is
     given."""
-    size = size or 2 * stride
+    size = size or 2 * (stride or 0)
     stride = stride or size // 2
     if not 0 < stride <= size:
         raise Trouble(

@@ -124,8 +124,8 @@ def find_units(
         block = any(group.startswith(f"{path}.") for path in lists)
         targets = {name: tuple(owners[id(_tensor(module, name))]) for name in members}
         found.append(_make_unit(len(found), group, block, module, part, targets, computing))
-    for unit in found if stays_packed else ():
-        if unit.block:
+    for unit in found:
+        if unit.block and stays_packed is not None:
             unit.packed = frozenset(
                 index
                 for index, (name, factor) in enumerate(zip(unit.names, unit.on_disk.factors, strict=True))

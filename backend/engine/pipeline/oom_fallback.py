@@ -62,7 +62,7 @@ class Rung:
     name: str
     words: str
     hint: str
-    take: Callable[[], None]
+    take: Callable[[], object]
 
 
 def again(pipeline, part: str, work: Callable, *, when: str, own: Sequence[Rung] = ()):

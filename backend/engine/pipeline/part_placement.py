@@ -44,7 +44,8 @@ def place(pipeline, name: str, module: torch.nn.Module, tell: Callable[[int, int
             found.close()
             raise
     pipeline.placements[name] = found
-    module.vram_management_enabled = True  # as scripts for DiffSynth-Studio ask
+    # as scripts for DiffSynth-Studio ask; not through nn.Module's setattr, which is for tensors and modules
+    module.__dict__["vram_management_enabled"] = True
     module.load_state_dict = _refuse_state
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from PIL import Image
@@ -18,6 +19,7 @@ from backend.engine.acceleration import apply, fp8_matmul
 from backend.engine.devices import device_memory
 from backend.engine.loading import check_finite, load
 from backend.engine.lora import adapters
+from backend.engine.offload.placement import Placement
 from backend.engine.pipeline import denoise, image_tensors, oom_fallback, part_loading, part_placement, request_checks
 from backend.engine.pipeline.latent_preview import Preview, Step, watched
 from backend.engine.pipeline.part_loading import Loading
@@ -63,11 +65,10 @@ class Pipeline:
         self.family, self.fp8_products = families.by_name(spec.family), fp8_products
         self.tiled_vae = tiled_vae
         self.notes: list[str] = []
-        self.on_phase: Callable[[str], None] | None = (
-            None  # told the phase when its parts are where they compute, and "" after it
-        )
-        self.parts: dict[str, object] = {}
-        self.placements: dict[str, object] = {}
+        # called with a phase's name when its parts are on their device, and with "" after it
+        self.on_phase: Callable[[str], None] | None = None
+        self.parts: dict[str, Any] = {}  # networks, tokenizers and the processor, by name
+        self.placements: dict[str, Placement] = {}
         self._encodings: OrderedDict[tuple, dict] = OrderedDict()
         self._text_changed = False
         self._preview = Preview(self.family, self.parts, self.placements, device=self.device, dtype=self.dtype)
@@ -123,7 +124,7 @@ class Pipeline:
             part_placement.place(self, name, module, tell)
         else:
             module = part_loading.load_part(self, name, tell)
-            module.vram_management_enabled = False
+            module.__dict__["vram_management_enabled"] = False
         try:
             if multiplies:
                 fp8_matmul.prepare(self.placements[name])

@@ -160,7 +160,7 @@ class Work:
             loras=receipts,
             predicted_peak_bytes=peaks[0],
             measured_peak_bytes=peaks[1],
-            notes=(*self._placing.notes, *self.pipeline.notes),
+            notes=self._notes(),
         )
         self.wire.say("result", id=id, **asdict(result))
         self._say_memory()
@@ -178,10 +178,14 @@ class Work:
             "seed": seed,
             "seconds": round(seconds, 3),
             "loras": [{**asdict(receipt), "path": Path(receipt.path).name} for receipt in receipts],
-            "notes": [*self._placing.notes, *self.pipeline.notes],
+            "notes": list(self._notes()),
             "predicted_peak_bytes": peaks[0],
             "measured_peak_bytes": peaks[1],
         }
+
+    def _notes(self) -> tuple[str, ...]:
+        """What the plan traded for memory, and what happened while drawing (OOM fallbacks, truncated prompts)."""
+        return (*self._placing.notes, *(self.pipeline.notes if self.pipeline is not None else ()))
 
     def _watcher(self, id: str, peak: live_tensors.Measure):
         previews = Previews(places().cache / "previews", id)
