@@ -14,7 +14,8 @@ NEEDED_PYTHON = (3, 11)
 if sys.version_info < NEEDED_PYTHON:
     sys.exit("Loft needs Python 3.11 or newer; this is Python {}.{}.".format(*sys.version_info[:2]))
 
-# What lies beside this file is no module but for Loft's own packages: behind the standard library it stands for nothing else.
+# What lies beside this file is no module but for Loft's own packages: behind the standard library it stands for nothing
+# else.
 if __name__ == "__main__" and not sys.flags.safe_path:
     sys.path.append(sys.path.pop(0))
 
@@ -78,8 +79,8 @@ def flags(argv: list[str]) -> argparse.Namespace:
 
 
 def run_tests(python: str, arguments: list[str]) -> int:
-    """ruff, then pytest even where ruff found something; the first exit code that is not 0. Without arguments pytest runs twice: by
-    several processes all but the browser's tests, which then have the machine for themselves."""
+    """ruff, then pytest even where ruff found something; the first exit code that is not 0. Without arguments pytest
+    runs twice: by several processes all but the browser's tests, which then have the machine for themselves."""
     processors = os.cpu_count() or 1
     several = str(min(processors, MOST_TEST_PROCESSES))
     env = isolated(os.environ, data=ROOT)
@@ -139,7 +140,8 @@ class Asked:
 
 
 def start_studio(argv: list[str], data: Path, logins: list[tuple[str, str]]) -> subprocess.Popen:
-    """In a session of its own, so that Ctrl-C comes here alone. The end of its stdin, however it comes about, asks it to end.
+    """In a session of its own, so that Ctrl-C comes here alone. The end of its stdin, however it comes about, asks it
+    to end.
 
     Logins go there too, as its first line.
     """
@@ -154,7 +156,8 @@ def start_studio(argv: list[str], data: Path, logins: list[tuple[str, str]]) -> 
 
 
 def watch(child: subprocess.Popen, asked: Asked) -> int:
-    """Waits for the studio's end and hands every wish to end on to it; ends it by force when it does not come to an end."""
+    """Waits for the studio's end and hands every wish to end on to it; ends it by force when it does not come to an
+    end."""
     told, end = 0, float("inf")
     while True:
         try:
@@ -223,7 +226,8 @@ def has_screen() -> bool:
 
 
 def free_port(host: str, port: int) -> int:
-    """`port`, or the next free one, which is said. Raises Trouble where the host is not this machine's or none is free."""
+    """`port`, or the next free one, which is said. Raises Trouble where the host is not this machine's or none is
+    free."""
     if not 0 <= port < 65536:
         raise Trouble("bad_port", f"--port is {port}; it must be from 0 to 65535.")
     for candidate in range(port, min(port + PORTS_TRIED, 65536)):

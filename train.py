@@ -1,7 +1,8 @@
-"""DiffSynth-Studio's training commands with only the script's path changed: `accelerate launch /path/to/loft/train.py --flags`.
+"""DiffSynth-Studio's training commands with only the script's path changed: `accelerate launch /path/to/loft/train.py
+--flags`.
 
-Models, cache and results belong to the working folder (`./models`), as there, unless LOFT_DATA names another. The flags are those of
-`python -m backend.training`, which is what runs.
+Models, cache and results belong to the working folder (`./models`), as there, unless LOFT_DATA names another. The flags
+are those of `python -m backend.training`, which is what runs.
 """
 
 import os

@@ -1,13 +1,16 @@
 """What the engine costs beside its peers: `python benchmarks/engine.py [--peers FOLDER] [--only GROUP ...] [--quick]`.
 
-Makes a Qwen-Image transformer of the true width cut to 3 of 60 blocks from random weights (1.06 B parameters, 2.1 GB in five shards; `--quick`: half
-the width, a quarter of the numbers) in a temporary folder, and prints a table: ratios of CPU seconds of one thread, medians of interleaved runs. What is
-divided by what is measured in one process; every group of rows and every engine has a process of its own, so that none sees another's imports or memory.
-The peers are no dependency of the project. diffusers and peft are there in any case; DiffSynth-Studio comes into a folder of its own by
+Makes a Qwen-Image transformer of the true width cut to 3 of 60 blocks from random weights (1.06 B parameters, 2.1 GB in
+five shards; `--quick`: half the width, a quarter of the numbers) in a temporary folder, and prints a table: ratios of
+CPU seconds of one thread, medians of interleaved runs. What is divided by what is measured in one process; every group
+of rows and every engine has a process of its own, so that none sees another's imports or memory. The peers are no
+dependency of the project. diffusers and peft are there in any case; DiffSynth-Studio comes into a folder of its own by
 
-    python -m pip install --no-deps --target FOLDER diffsynth==2.1.12 einops imageio ftfy wcwidth pandas python-dateutil six torchvision==0.28.0
+    python -m pip install --no-deps --target FOLDER diffsynth==2.1.12 einops imageio ftfy wcwidth pandas python-dateutil
+six torchvision==0.28.0
 
-"limit" is what nothing could better, "must reach" the target. What is missed and what a peer cannot do is said under the table.
+"limit" is what nothing could better, "must reach" the target. What is missed and what a peer cannot do is said under
+the table.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""A CUDA device without a card: what lies on it has sizes and no numbers, what lies in RAM is real, and every byte on it is counted.
+"""A CUDA device without a card: what lies on it has sizes and no numbers, what lies in RAM is real, and every byte on
+it is counted.
 
-The code that runs on it is the very code that runs on a card: its devices are called `cuda`, its copies are made on streams, its backward passes by
-torch's autograd. torch's fake tensors are the sizes; for their backward passes torch wants a device that a build without CUDA has not, and gets one from
-a page of C++ whose streams and events do nothing (compiled when asked for, some seconds). Attention and `rms_norm` are put in the shapes of
-CUDA's kernels (`backend.engine.tracing.allocation_recorder`). Nothing overlaps: what two streams would hold at the same time is held one after the other.
+The code that runs on it is the very code that runs on a card: its devices are called `cuda`, its copies are made on
+streams, its backward passes by torch's autograd. torch's fake tensors are the sizes; for their backward passes torch
+wants a device that a build without CUDA has not, and gets one from a page of C++ whose streams and events do nothing
+(compiled when asked for, some seconds). Attention and `rms_norm` are put in the shapes of CUDA's kernels
+(`backend.engine.tracing.allocation_recorder`). Nothing overlaps: what two streams would hold at the same time is held
+one after the other.
 
 `appear` comes before the first import of torch.
 """

@@ -1,7 +1,9 @@
-"""What the options that trade exactness or a start for speed cost and bring: `python benchmarks/faster.py [MODEL]` (the starter by default).
+"""What the options that trade exactness or a start for speed cost and bring: `python benchmarks/faster.py [MODEL]` (the
+starter by default).
 
-Prints the tables of docs/engine.md: compiled blocks, cached steps and FP8 products against the plain computation, in CPU time of this process
-and interleaved, with the difference of the pictures (mean of 255) and of the latents (relative L2).
+Prints the tables of docs/engine.md: compiled blocks, cached steps and FP8 products against the plain computation, in
+CPU time of this process and interleaved, with the difference of the pictures (mean of 255) and of the latents (relative
+L2).
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class Bench:
     def against(
         self, request: GenerationRequest, plain: dict, asked: dict, rounds: int = 3
     ) -> tuple[float, float, float]:
-        """(time ratio, picture difference, latent difference) of `asked` against `plain`, by medians of interleaved rounds."""
+        """(time ratio, picture difference, latent difference) of `asked` against `plain`, by medians of interleaved
+        rounds."""
         ratios = []
         for _ in range(rounds):
             (exact, true, before), (ours, near, after) = self.draw(request, **plain), self.draw(request, **asked)
@@ -89,7 +92,8 @@ def compiles(bench: Bench) -> None:
     first = time.monotonic() - began
     ratio, picture, latents = bench.against(request, {}, {"compile": True})
     print(
-        f"compiled: {len(graphs)} graph(s), {first:.0f} s before the first pictures, time {ratio:.2f}, picture {picture:.3f}, latents {latents:.1e}"
+        f"compiled: {len(graphs)} graph(s), {first:.0f} s before the first pictures, time {ratio:.2f}, picture "
+        f"{picture:.3f}, latents {latents:.1e}"
     )
 
 

@@ -1,9 +1,11 @@
-"""Predicted before, predicted after and measured, of runs and requests made at random: `python benchmarks/foresight.py [--count 60] [--seed 0]`.
+"""Predicted before, predicted after and measured, of runs and requests made at random: `python benchmarks/foresight.py
+[--count 60] [--seed 0]`.
 
-Every job is one that has never run: its own pictures and captions, method, sizes, precision, model. *Before* is what the page and the command
-line say of it with the tables that the tracer makes for it (a network or a method without one is traced first, as the page asks for it;
-`--guess`: without); *after* is what the run itself says at its end; *measured* are live tensor bytes of the real job on a CPU. Prints a table of
-all phases, then the median and the worst errors. `--own N`: so many models with random weights, besides the starter.
+Every job is one that has never run: its own pictures and captions, method, sizes, precision, model. *Before* is what
+the page and the command line say of it with the tables that the tracer makes for it (a network or a method without one
+is traced first, as the page asks for it; `--guess`: without); *after* is what the run itself says at its end;
+*measured* are live tensor bytes of the real job on a CPU. Prints a table of all phases, then the median and the worst
+errors. `--own N`: so many models with random weights, besides the starter.
 """
 
 from __future__ import annotations
@@ -132,7 +134,7 @@ def run_flags(draw: random.Random) -> str:
     lora = method not in ("full", "distill")
     for chance, flag in (
         (0.4, "--use_gradient_checkpointing"), (0.25, "--mixed_precision no"), (0.15, "--ema_decay 0.9"), (0.2, "--gradient_accumulation_steps 2"),
-        (0.35, f"--sample_prompts {draw.choice(('apple', 'a_red_fox_in_the_snow'))} --sample_inference_steps 2 --sample_every 2"),
+        (0.35, (f"--sample_prompts {draw.choice(('apple', 'a_red_fox_in_the_snow'))} --sample_inference_steps 2 " "" "" "" "" "" "" "" "" "" "" "" "--sample_every 2")),
         (0.15, "--save_dtype float32"), (0.15, "--customized_optimizer " + draw.choice(("sgd", "lion", "adafactor"))),
         (0.15 if lora else 0, "--lora_target_modules attention"), (0.1 if lora and method != "dora" else 0, "--fp8_models dit"),
         (0.15, "--validation_split 0.3 --validation_every 2"), (0.1, "--prior_pictures 2 --prior_prompts cat"),

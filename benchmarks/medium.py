@@ -48,8 +48,9 @@ def make_model(folder: Path, quick: bool, layers: int = 3) -> None:
 
 
 def settle(folder: Path) -> None:
-    """The files in the system's cache as reading brings them there. Linux keeps what was just written, or came in page by page through a mapping, in small
-    pages, and to map those takes four to ten times as long as the large ones that reading makes."""
+    """The files in the system's cache as reading brings them there. Linux keeps what was just written, or came in page
+    by page through a mapping, in small pages, and to map those takes four to ten times as long as the large ones that
+    reading makes."""
     for path in files_of(folder):
         with path.open("r+b") as file:
             os.fsync(file.fileno())
@@ -104,7 +105,8 @@ def medians(
     clock: Callable[[], float] = time.process_time,
     after: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, float]:
-    """Median seconds of each work, interleaved, after a round that does not count. `after` of a work is run behind it, unmeasured."""
+    """Median seconds of each work, interleaved, after a round that does not count. `after` of a work is run behind it,
+    unmeasured."""
     found: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(rounds + 1):
         for name, work in works.items():
@@ -117,7 +119,8 @@ def medians(
 
 
 def bare(call: Callable[[], object]) -> Callable[[], None]:
-    """The matrix products and attentions of one `call` of a network and nothing else, on the tensors that they really see."""
+    """The matrix products and attentions of one `call` of a network and nothing else, on the tensors that they really
+    see."""
     import torch
     from torch.overrides import TorchFunctionMode
 

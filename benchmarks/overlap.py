@@ -1,4 +1,5 @@
-"""Streaming on a disk that gives R bytes a second, by the clock on the wall: a step should cost max(computing, bytes / R), not their sum."""
+"""Streaming on a disk that gives R bytes a second, by the clock on the wall: a step should cost max(computing, bytes /
+R), not their sum."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ PEERS_RATES = (0.35, 1.0, 3.0)
 
 
 class Brake:
-    """Makes whatever reads take at least as long as its bytes would take at `rate` bytes a second; None: as fast as it goes."""
+    """Makes whatever reads take at least as long as its bytes would take at `rate` bytes a second; None: as fast as it
+    goes."""
 
     def __init__(self):
         self.rate: float | None = None
@@ -29,7 +31,8 @@ class Brake:
 
 
 def sweep(folder: Path, quick: bool, who: str) -> None:
-    """At each rate some steps one after the other, so that nothing can be fetched while nothing is asked for; resident steps in between."""
+    """At each rate some steps one after the other, so that nothing can be fetched while nothing is asked for; resident
+    steps in between."""
     import torch
 
     torch.set_num_threads(1)
@@ -55,7 +58,8 @@ def sweep(folder: Path, quick: bool, who: str) -> None:
             longer = step / max(compute, reading)
             worst = max(worst, longer)
             note(
-                f"{who}, {brake.rate / 1e6:.0f} MB/s: computing {compute:.2f} s, reading {reading:.2f} s, step {step:.2f} s, "
+                f"{who}, {brake.rate / 1e6:.0f} MB/s: computing {compute:.2f} s, reading {reading:.2f} s, step "
+                f"{step:.2f} s, "
                 f"{longer:.2f} of the longer, {step / (compute + reading):.2f} of the sum"
             )
     row("step from a slow disk / max(computing, reading), the worst of a sweep", "1.10", "1.00", **{who: worst})

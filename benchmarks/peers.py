@@ -137,8 +137,8 @@ def _diffusers_fuse(folder: Path, quick: bool, file: Path):
 
 
 def _without_torchvisions_kernels() -> None:
-    """DiffSynth imports torchvision. Its usual build does not load beside a CPU build of torch; nothing here calls its kernels, but while it is
-    imported it asks for two of them by name."""
+    """DiffSynth imports torchvision. Its usual build does not load beside a CPU build of torch; nothing here calls its
+    kernels, but while it is imported it asks for two of them by name."""
     import torch
 
     global _torchvision
@@ -249,7 +249,10 @@ PEERS = {
         everything=_loft_everything,
     ),
     "diffsynth": Peer(
-        imports="import peers\npeers._without_torchvisions_kernels()\nfrom diffsynth.pipelines.qwen_image import QwenImagePipeline",
+        imports=(
+            "import peers\npeers._without_torchvisions_kernels()\nfrom diffsynth.pipelines.qwen_image import "
+            "QwenImagePipeline"
+        ),
         networks="",
         load=_diffsynth,
         placed=_diffsynth_placed,

@@ -1,8 +1,10 @@
-"""Predicted against measured peaks of live tensor bytes on a CPU: `python benchmarks/plan_errors.py [--tiny]` (some minutes).
+"""Predicted against measured peaks of live tensor bytes on a CPU: `python benchmarks/plan_errors.py [--tiny]` (some
+minutes).
 
-Networks of 100 to 300 million parameters with random weights in float32 (with `--tiny`: the small ones of the tests), weights not counted: the
-tape of a run on fake tensors beside that of a real run. Then real runs of the trainer on the starter and its shipped pictures, everything
-counted, by the estimate that the page shows (`--runs`: these alone). Prints tables; ends with 1 where an error is above 2 %.
+Networks of 100 to 300 million parameters with random weights in float32 (with `--tiny`: the small ones of the tests),
+weights not counted: the tape of a run on fake tensors beside that of a real run. Then real runs of the trainer on the
+starter and its shipped pictures, everything counted, by the estimate that the page shows (`--runs`: these alone).
+Prints tables; ends with 1 where an error is above 2 %.
 """
 
 from __future__ import annotations
@@ -60,11 +62,11 @@ COMMON = [
     "--max_steps", "4", "--sample_prompts", "a red apple", "--sample_inference_steps", "2", "--sample_every", "4",
 ]  # fmt: skip
 RUNS = (  # at 256 x 256; the last one has too many tokens for attention in matrix products
-    "--batch_size 1", "--batch_size 1 --use_gradient_checkpointing", "--batch_size 1 --mixed_precision no", "--batch_size 8",
-    "--batch_size 8 --use_gradient_checkpointing", "--batch_size 1 --fp8_models dit", "--batch_size 1 --enable_model_cpu_offload",
+    "--batch_size 1", ("--batch_size 1 " "--use_gradient_checkpointing"), "--batch_size 1 --mixed_precision no", "--batch_size 8",
+    ("--batch_size 8 " "--use_gradient_checkpointing"), "--batch_size 1 --fp8_models dit", ("--batch_size 1 " "--enable_model_cpu_offload"),
     "--batch_size 1 --quant_options dit:int8", "--batch_size 2 --gradient_accumulation_steps 2",
     "--batch_size 1 --lora_rank 8 --lora_target_modules attention", "--batch_size 1 --trainable_models dit",
-    "--batch_size 8 --trainable_models dit --use_gradient_checkpointing", "--batch_size 1 --trainable_models dit --mixed_precision no",
+    ("--batch_size 8 --trainable_models dit " "" "" "" "" "" "" "" "" "--use_gradient_checkpointing"), "--batch_size 1 --trainable_models dit --mixed_precision no",
     "--batch_size 1 --use_gradient_checkpointing_offload", "--batch_size 1 --enable_optimizer_cpu_offload",
     "--batch_size 1 --height 512 --width 512",
 )  # fmt: skip

@@ -1,4 +1,5 @@
-"""The groups of rows of the engine's table. Each function measures one engine in a process of its own and prints its rows."""
+"""The groups of rows of the engine's table. Each function measures one engine in a process of its own and prints its
+rows."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ ENGINES = tuple(PEERS)
 
 
 def imports(folder: Path, quick: bool, who: str) -> None:
-    """CPU seconds and RSS of an import alone, each time in a new process; then with the classes of the three networks as well."""
+    """CPU seconds and RSS of an import alone, each time in a new process; then with the classes of the three networks
+    as well."""
     floor: tuple[str, ...] = ()
     if who == "Loft":
         alone, least = (statistics.median(values) for values in zip(*[_import_once("import torch") for _ in range(3)]))
@@ -39,7 +41,8 @@ def _import_once(code: str) -> tuple[float, int]:
 
 
 def loading(folder: Path, quick: bool, who: str) -> None:
-    """Loading, every page touched, against reading the files into a buffer that is used again; the peak of a first load; the loader alone."""
+    """Loading, every page touched, against reading the files into a buffer that is used again; the peak of a first
+    load; the loader alone."""
     import torch
 
     torch.set_num_threads(1)
@@ -76,7 +79,8 @@ def _high_water() -> int:
 
 
 def steps(folder: Path, quick: bool, who: str) -> None:
-    """One denoising step of 512 x 512 (1024 picture and 64 text tokens): resident, its products alone, from disk, stored in FP8, with 8 hot LoRAs."""
+    """One denoising step of 512 x 512 (1024 picture and 64 text tokens): resident, its products alone, from disk,
+    stored in FP8, with 8 hot LoRAs."""
     import torch
 
     torch.set_num_threads(1)
@@ -105,12 +109,14 @@ def steps(folder: Path, quick: bool, who: str) -> None:
     if who == "diffusers":
         copied = sum(path.stat().st_size for path in (folder / "copy").rglob("*") if path.is_file())
         note(
-            f"diffusers' disk offload writes a second copy of the weights first ({copied / MIB:.0f} MiB); the others read the user's files"
+            f"diffusers' disk offload writes a second copy of the weights first ({copied / MIB:.0f} MiB); the others "
+            "read the user's files"
         )
 
 
 def fusing(folder: Path, quick: bool, who: str) -> None:
-    """One LoRA of 24 matrices from its file into the weights, against the in-place products alone (bf16, factors in memory)."""
+    """One LoRA of 24 matrices from its file into the weights, against the in-place products alone (bf16, factors in
+    memory)."""
     import torch
 
     torch.set_num_threads(1)

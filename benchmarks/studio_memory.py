@@ -2,8 +2,9 @@
 
     python benchmarks/studio_memory.py [--loads 1000] [--pictures 300]
 
-Each in a studio of its own with a worker of its own, on the shipped model. A load is the page, what fills its forms and one tick, each time in a
-session of its own; a picture is asked for by the page's own call, in one step, while a page ticks once a second.
+Each in a studio of its own with a worker of its own, on the shipped model. A load is the page, what fills its forms and
+one tick, each time in a session of its own; a picture is asked for by the page's own call, in one step, while a page
+ticks once a second.
 """
 
 from __future__ import annotations

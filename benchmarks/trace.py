@@ -1,7 +1,9 @@
-"""Memory over time: load, three pictures of 512 x 512 in two steps each, unload; through the Python API, with the medium transformer.
+"""Memory over time: load, three pictures of 512 x 512 in two steps each, unload; through the Python API, with the
+medium transformer.
 
-The text encoder is a small one of the transformer's width with random weights, the autoencoder the starter's, so the curves are the transformer's.
-"streamed" has a model of about the same size in 12 blocks of half the width: of three blocks two would be staging, and then none could stay.
+The text encoder is a small one of the transformer's width with random weights, the autoencoder the starter's, so the
+curves are the transformer's. "streamed" has a model of about the same size in 12 blocks of half the width: of three
+blocks two would be staging, and then none could stay.
 """
 
 from __future__ import annotations
@@ -134,7 +136,8 @@ def _keep(path: Path, name: str, found: dict) -> None:
 
 
 def draw_curves(path: Path, picture: Path) -> None:
-    """A panel for each configuration: RSS (grey, with the file's mapped pages) and private memory (blue), the size of the file as a dotted line."""
+    """A panel for each configuration: RSS (grey, with the file's mapped pages) and private memory (blue), the size of
+    the file as a dotted line."""
     from PIL import Image, ImageDraw
 
     traces = json.loads(path.read_text())

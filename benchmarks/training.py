@@ -1,8 +1,9 @@
-"""What training costs against the least it could: `python benchmarks/training.py [step] [pause] [start] [index] [peak] [fp8] [ladder] [optimizers] [card] [peers --peers FOLDER]`.
+"""What training costs against the least it could: `python benchmarks/training.py [step] [pause] [start] [index] [peak]
+[fp8] [ladder] [optimizers] [card] [peers --peers FOLDER]`.
 
-Ratios of CPU seconds of one thread, medians of interleaved runs in one process, where nothing else is said; every line says the load of the
-machine. The peer (`peak`, `step`) is what one writes by hand with diffusers and peft: `training_by_hand.py`. Nothing is downloaded; temporary
-folders are removed.
+Ratios of CPU seconds of one thread, medians of interleaved runs in one process, where nothing else is said; every line
+says the load of the machine. The peer (`peak`, `step`) is what one writes by hand with diffusers and peft:
+`training_by_hand.py`. Nothing is downloaded; temporary folders are removed.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def step() -> None:
 
 
 def pause() -> None:
-    """How long a save holds the training up, and how much longer the steps beside it take, against a step without; wall seconds."""
+    """How long a save holds the training up, and how much longer the steps beside it take, against a step without; wall
+    seconds."""
     for size in (1, 8):
         with tempfile.TemporaryDirectory() as folder:
             run = make_run(Path(folder), "--max_pixels", "16384", "--dataset_repeat", "10", "--batch_size", str(size))
@@ -193,7 +195,8 @@ def peak() -> None:
                 say(f"{name}, batch {size}", f"peak RSS {rss / MIB:.0f} MiB, {seconds:.1f} CPU s")
 
 
-# A process of its own in between: what is started takes over its parent's peak, and this one may have grown by other measurements.
+# A process of its own in between: what is started takes over its parent's peak, and this one may have grown by other
+# measurements.
 _WAIT = """
 import json, os, subprocess, sys
 child = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -1,8 +1,10 @@
-"""A LoRA by DiffSynth-Studio's own trainer: `training_by_diffsynth.py PEERS MODEL SET STEPS plain|checkpointed TASK FOLDER`, a program of `training_peers.py`.
+"""A LoRA by DiffSynth-Studio's own trainer: `training_by_diffsynth.py PEERS MODEL SET STEPS plain|checkpointed TASK
+FOLDER`, a program of `training_peers.py`.
 
-Everything is diffsynth's own, imported from PEERS where it is installed: model loading, pipeline, units, LoRA injection, loss, data set, `launch_training_task`
-with accelerate. What is said here is what its examples say in theirs: which inputs a sample has. What is bent, so that a cut model loads at all:
-the fingerprints of the cut files are added to its table, and its text encoder drops the layers and the picture half that the file does not have.
+Everything is diffsynth's own, imported from PEERS where it is installed: model loading, pipeline, units, LoRA
+injection, loss, data set, `launch_training_task` with accelerate. What is said here is what its examples say in theirs:
+which inputs a sample has. What is bent, so that a cut model loads at all: the fingerprints of the cut files are added
+to its table, and its text encoder drops the layers and the picture half that the file does not have.
 """
 
 from __future__ import annotations

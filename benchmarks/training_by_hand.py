@@ -1,7 +1,9 @@
-"""A LoRA as one writes it with diffusers and peft: `python benchmarks/training_by_hand.py FOLDER STEPS BATCH [MODEL plain|checkpointed]`.
+"""A LoRA as one writes it with diffusers and peft: `python benchmarks/training_by_hand.py FOLDER STEPS BATCH [MODEL
+plain|checkpointed]`.
 
-Everything is encoded before the first step, the encoders are let go, and the loop does what it must. The peer of `benchmarks/training.py peak`, on
-the starter at 128 x 128, and of its `peers`, on MODEL with that one's adapter and size.
+Everything is encoded before the first step, the encoders are let go, and the loop does what it must. The peer of
+`benchmarks/training.py peak`, on the starter at 128 x 128, and of its `peers`, on MODEL with that one's adapter and
+size.
 """
 
 from __future__ import annotations

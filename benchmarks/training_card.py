@@ -1,4 +1,5 @@
-"""What a step of the trainer holds on a card, counted without one: `python benchmarks/training.py card` prints the ladder's table, and what the plan says.
+"""What a step of the trainer holds on a card, counted without one: `python benchmarks/training.py card` prints the
+ladder's table, and what the plan says.
 
 Every row is the trainer itself, put together and stepped twice on the device of `fake_card.py`.
 """
@@ -56,7 +57,8 @@ def _table(title: str, model: Path, rows: dict, folder: Path) -> None:
 
 
 def measure(folder: Path, flags: list[str]) -> dict[str, int]:
-    """Most bytes on the card at once over a few steps, what is there between two steps, and what the plan of the same run says of its steps."""
+    """Most bytes on the card at once over a few steps, what is there between two steps, and what the plan of the same
+    run says of its steps."""
     from fake_card import card
 
     with card() as counted:

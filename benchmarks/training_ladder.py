@@ -1,7 +1,8 @@
 """What each way to need less memory saves and costs: `python benchmarks/training.py ladder` and `… optimizers`.
 
-A Qwen-Image transformer of random weights with the true proportions of its blocks and a third of the width, the starter's other parts. Every
-row is a process of its own: two steps, then one whose tensors are recorded, then two that are timed.
+A Qwen-Image transformer of random weights with the true proportions of its blocks and a third of the width, the
+starter's other parts. Every row is a process of its own: two steps, then one whose tensors are recorded, then two that
+are timed.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def _table(rows: dict, num_layers: int, width: int, *common: str) -> None:
         model, count = make_model(Path(folder) / "model", num_layers, width)
         print(f"{count / 1e6:.0f} M parameters")
         print(
-            "| | weights, MiB | optimizer | a step adds | together | peak RSS | CPU s/step | load |\n|---|---|---|---|---|---|---|---|"
+            "| | weights, MiB | optimizer | a step adds | together | peak RSS | CPU s/step | load "
+            "|\n|---|---|---|---|---|---|---|---|"
         )
         for name, flags in rows.items():
             argv = [
@@ -162,7 +164,8 @@ def measure(folder: str, flags: list[str]) -> dict[str, float]:
 
 
 def _held(module) -> int:
-    """Bytes of a part's weights: of a placed one those that wait or stay and its buffers, which the step's own tensors do not count."""
+    """Bytes of a part's weights: of a placed one those that wait or stay and its buffers, which the step's own tensors
+    do not count."""
     from backend.engine.offload import placement
 
     placed = placement.of(module)

@@ -1,11 +1,13 @@
-"""A training step of Loft, of DiffSynth-Studio's own trainer and of a loop by hand: `python benchmarks/training.py peers --peers PEERS`.
+"""A training step of Loft, of DiffSynth-Studio's own trainer and of a loop by hand: `python benchmarks/training.py
+peers --peers PEERS`.
 
-DiffSynth writes the widths of its networks into their classes, so all three get a Qwen-Image of the true widths, random weights in bf16, and few
-layers: 2 of 60 blocks of the transformer, 1 of 28 layers of the text encoder (without its picture half and its head, the starter's
-tokenizer and as many words), the whole autoencoder. A LoRA of rank 32 on the layers that DiffSynth's own example names, 256 x 256, batch 1.
+DiffSynth writes the widths of its networks into their classes, so all three get a Qwen-Image of the true widths, random
+weights in bf16, and few layers: 2 of 60 blocks of the transformer, 1 of 28 layers of the text encoder (without its
+picture half and its head, the starter's tokenizer and as many words), the whole autoencoder. A LoRA of rank 32 on the
+layers that DiffSynth's own example names, 256 x 256, batch 1.
 
-Every figure is of a process of its own, one thread, the three taking turns; a step is what a process computes from the end of one step to the
-end of the next, its median over all rounds.
+Every figure is of a process of its own, one thread, the three taking turns; a step is what a process computes from the
+end of one step to the end of the next, its median over all rounds.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ MIB = 2**20
 
 
 def peers(folder: str | None = None, *, rounds: int = 3, steps: int = 5) -> None:
-    """Steps with and without checkpointing, cached and as each trains by default, and the peak of each process. `folder`: where diffsynth is."""
+    """Steps with and without checkpointing, cached and as each trains by default, and the peak of each process.
+    `folder`: where diffsynth is."""
     with tempfile.TemporaryDirectory() as place:
         made = Path(place)
         make_model(made / "model")

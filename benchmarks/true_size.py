@@ -1,9 +1,12 @@
-"""Qwen-Image at its true size from disk on a CPU, predicted and measured: `python benchmarks/true_size.py [--layers 60] [--draw] [--train]`.
+"""Qwen-Image at its true size from disk on a CPU, predicted and measured: `python benchmarks/true_size.py [--layers 60]
+[--draw] [--train]`.
 
-The model's files are written first: headers of the true names and shapes, and holes for the numbers (all zeros, which memory does not depend
-on), so that they take some megabytes of disk where the file system has sparse files, and 54 GB where not (`--folder`: where). Weights are fetched block
-by block. With all 60 layers a step or a drawn picture takes an hour or more of two cores, and some GiB of RAM; `--layers 4 --text_layers 2` has the same widths and
-takes some minutes. Prints predicted and measured live bytes of each phase: of a picture of 256 x 256 in two steps, and of a LoRA of rank 16.
+The model's files are written first: headers of the true names and shapes, and holes for the numbers (all zeros, which
+memory does not depend on), so that they take some megabytes of disk where the file system has sparse files, and 54 GB
+where not (`--folder`: where). Weights are fetched block by block. With all 60 layers a step or a drawn picture takes an
+hour or more of two cores, and some GiB of RAM; `--layers 4 --text_layers 2` has the same widths and takes some minutes.
+Prints predicted and measured live bytes of each phase: of a picture of 256 x 256 in two steps, and of a LoRA of rank
+16.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ FILES = {
 
 
 def write_model(folder: Path, *, layers: int, text_layers: int) -> Path:
-    """A folder as diffusers saves Qwen-Image, of the true widths and `layers` and `text_layers` blocks, whose weights are holes."""
+    """A folder as diffusers saves Qwen-Image, of the true widths and `layers` and `text_layers` blocks, whose weights
+    are holes."""
     import torch
     from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
@@ -192,7 +196,10 @@ def main() -> None:
             for phase, value in measured.items():
                 if phase in predicted:
                     print(
-                        f"| {name} | {phase} | {predicted[phase] / 2**30:.3f} | {value / 2**30:.3f} | {predicted[phase] / value - 1:+.2%} |",
+                        (
+                            f"| {name} | {phase} | {predicted[phase] / 2**30:.3f} | {value / 2**30:.3f} | "
+                            f"{predicted[phase] / value - 1:+.2%} |"
+                        ),
                         flush=True,
                     )
 

@@ -1,4 +1,5 @@
-"""Which of two ways is quicker on the device at hand: `python benchmarks/ways.py [DEVICE]`. One row a choice of `LOFT_WAYS`, the quicker one named.
+"""Which of two ways is quicker on the device at hand: `python benchmarks/ways.py [DEVICE]`. One row a choice of
+`LOFT_WAYS`, the quicker one named.
 
 On a card the sizes are Qwen-Image's at 1328 x 1328; on a CPU small ones, which only show that the script runs.
 """
@@ -45,7 +46,8 @@ def seconds(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def both(name: str, device: torch.device, make: Callable[[str], Callable[[], object]]) -> dict:
-    """Seconds of each way, and the quicker one. `make(way)` is called while the way is chosen, and so is what it answers."""
+    """Seconds of each way, and the quicker one. `make(way)` is called while the way is chosen, and so is what it
+    answers."""
     found, before = {}, os.environ.get("LOFT_WAYS")
     try:
         for way in measured_choices.CHOICES[name]:

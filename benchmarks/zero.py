@@ -1,14 +1,17 @@
-"""What each process holds of a run whose weights are spread: `python benchmarks/zero.py [--processes 1 2 4] [--python PYTHON_WITH_DEEPSPEED]`.
+"""What each process holds of a run whose weights are spread: `python benchmarks/zero.py [--processes 1 2 4] [--python
+PYTHON_WITH_DEEPSPEED]`.
 
-Runs of the trainer itself on gloo, without a card, under the environment that accelerate's launcher makes of a configuration with ZeRO: all
-weights of the transformer in float32 and in bf16, and a LoRA beside frozen weights in bf16. One process spreads nothing and is what the others
-are compared with. With `--python`, an interpreter that has the package deepspeed, its own engine does the same steps: the learner, the batches
-and the optimizer are the trainer's, all else is `deepspeed.initialize`; buckets and the room for gathered weights have the size of a block,
-as their defaults are larger than this whole model. (Its first start compiles an operator, which takes a minute or two.)
+Runs of the trainer itself on gloo, without a card, under the environment that accelerate's launcher makes of a
+configuration with ZeRO: all weights of the transformer in float32 and in bf16, and a LoRA beside frozen weights in
+bf16. One process spreads nothing and is what the others are compared with. With `--python`, an interpreter that has the
+package deepspeed, its own engine does the same steps: the learner, the batches and the optimizer are the trainer's, all
+else is `deepspeed.initialize`; buckets and the room for gathered weights have the size of a block, as their defaults
+are larger than this whole model. (Its first start compiles an operator, which takes a minute or two.)
 
-Counted are the bytes of all live tensors of a process, a storage once: weights (with float32 masters) and the optimizer's state between steps,
-the gradients that are there when the optimizer is about to step, and the largest sum in a step, looked at twice in every block forward and backward.
-Activations are negligible by the size of the picture, 64 x 64.
+Counted are the bytes of all live tensors of a process, a storage once: weights (with float32 masters) and the
+optimizer's state between steps, the gradients that are there when the optimizer is about to step, and the largest sum
+in a step, looked at twice in every block forward and backward. Activations are negligible by the size of the picture,
+64 x 64.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ COLUMNS = ("weights", "gradients", "optimizer", "between", "peak")
 
 
 def run_all(processes: list[int], python: str | None, layers: int, ways: list[str], engines: list[str]) -> None:
-    """Prints the table, a row a run. Processes are started once for all runs of as many by one engine: that takes longer than the runs."""
+    """Prints the table, a row a run. Processes are started once for all runs of as many by one engine: that takes
+    longer than the runs."""
     sys.path.insert(0, str(PROJECT))
     from tests.tiny_models import make_qwen_image
 
@@ -45,7 +49,8 @@ def run_all(processes: list[int], python: str | None, layers: int, ways: list[st
         make_qwen_image(folder / "model", num_layers=layers, num_heads=8)
         make_set(folder / "set")
         print(
-            "| what trains | processes | engine | weights | gradients | optimizer | between steps | peak in a step | loss |"
+            "| what trains | processes | engine | weights | gradients | optimizer | between steps | peak in a step | "
+            "loss |"
         )
         print("|---|---|---|---|---|---|---|---|---|", flush=True)
         for count in processes:
@@ -101,7 +106,8 @@ def make_set(folder: Path) -> None:
 
 
 class Held:
-    """Tensors of `learner` and all that are made from now on: bytes now, and at most. What is there besides (the dataset) does not count."""
+    """Tensors of `learner` and all that are made from now on: bytes now, and at most. What is there besides (the
+    dataset) does not count."""
 
     def __init__(self, learner):
         self.learner, self.peak = learner, 0
@@ -126,7 +132,8 @@ class Held:
         self.peak = max(self.peak, self.now())
 
     def watch(self) -> None:
-        """Looks twice in every block and at the end, forward and backward, while the weights that it computes with are there."""
+        """Looks twice in every block and at the end, forward and backward, while the weights that it computes with are
+        there."""
         for name, module in self.learner.named_modules():
             if name.endswith(("attn.to_q", "attn.to_q.base_layer", "img_mlp.net.2", "proj_out")):
                 module.register_forward_hook(self.look)

@@ -1,4 +1,5 @@
-"""Puts the tabs together: one page, one timer, one engine. `python -m studio.app` starts it; `launch.py` does that for people."""
+"""Puts the tabs together: one page, one timer, one engine. `python -m studio.app` starts it; `launch.py` does that for
+people."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ UPLOADS_KEPT = (3600, 24 * 3600)  # looked at every hour, removed after a day
 
 def build(studio: Studio) -> gr.Blocks:
     """The whole page. Nothing runs yet."""
-    # Where Gradio keeps what is sent and copies what it shows. Each component takes it when it is made, and only there does the server look.
+    # Where Gradio keeps what is sent and copies what it shows. Each component takes it when it is made, and only there
+    # does the server look.
     os.environ["GRADIO_TEMP_DIR"] = str(studio.uploads)
     form.clamp_sliders()
     form.pass_broken_pictures()
@@ -107,8 +109,9 @@ def build(studio: Studio) -> gr.Blocks:
         _wire_tabs(studio, tabs, generate_tab, redraw)
         _wire_load(studio, page, timer, tabs, ui, here, generate_tab, train_tab, preferences_tab, redraw)
         for function in page.fns.values():
-            # Nothing shows that it waits. By default the browser would note so for every output that any event ever had, and look
-            # each up in the tree of the whole page, twice an event: 0.1 s of its time at each keystroke and each tick.
+            # Nothing shows that it waits. By default the browser would note so for every output that any event ever
+            # had, and look each up in the tree of the whole page, twice an event: 0.1 s of its time at each keystroke
+            # and each tick.
             function.show_progress_on = [here]
         handler_errors.guard(page)
     return page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import gradio as gr
 
@@ -53,7 +54,7 @@ def build(studio: Studio) -> PreferencesTab:
             with gr.Column(elem_classes="settings"):
                 gr.HTML(f'<h3 class="section">{heading}</h3>')
                 for name in names:
-                    look = {"elem_id": f"preference-{name}"}
+                    look: dict[str, Any] = {"elem_id": f"preference-{name}"}
                     if name == "device":
                         look |= {
                             "choices": _devices(),
@@ -87,8 +88,10 @@ def _this_browser(studio: Studio) -> str:
     """A form of its own, since only a POST of this very page ends a login."""
     action = f"{studio.root_path.rstrip('/')}/logout"
     return (
-        f'<h3 class="section">This browser</h3><form method="post" action="{safe(action)}"><button class="quiet">Sign out</button>'
-        '<p class="caption">This browser forgets the token or the login, and the page asks for it again. Other browsers stay signed in.</p></form>'
+        f'<h3 class="section">This browser</h3><form method="post" action="{safe(action)}"><button class="quiet">Sign '
+        "out</button>"
+        '<p class="caption">This browser forgets the token or the login, and the page asks for it again. Other '
+        "browsers stay signed in.</p></form>"
     )
 
 

@@ -1,8 +1,8 @@
 """Make the starter model from nothing: ``python -m recipes.starter WORK_FOLDER``.
 
-Steps, each skipped when its result is in the work folder: sprites, pictures, autoencoder, words, the model folder with a
-fresh transformer, the training run itself (the project's own trainer), some more for the decoder, and the finished model in
-``WORK_FOLDER/starter``.
+Steps, each skipped when its result is in the work folder: sprites, pictures, autoencoder, words, the model folder with
+a fresh transformer, the training run itself (the project's own trainer), some more for the decoder, and the finished
+model in ``WORK_FOLDER/starter``.
 """
 
 import argparse
@@ -48,12 +48,14 @@ def module(name: str, *arguments: object) -> None:
 
 
 def environment() -> dict[str, str]:
-    """One thread a process, and no spinning: two such processes beat two threads several times over on a busy machine."""
+    """One thread a process, and no spinning: two such processes beat two threads several times over on a busy
+    machine."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "ACCELERATE_USE_CPU": "true"}
 
 
 def train_command(work: Path, *, processes: int, changes: dict | None = None) -> list[str]:
-    """The trainer's command line, as a list. (`accelerate launch --cpu` starts one process only, so torch's launcher does it.)"""
+    """The trainer's command line, as a list. (`accelerate launch --cpu` starts one process only, so torch's launcher
+    does it.)"""
     settings = {
         **RUN,
         "dataset_base_path": work / "dataset",

@@ -36,7 +36,8 @@ INDEX = {
 
 
 def fresh_transformer() -> QwenImageTransformer2DModel:
-    """Random weights; every block and the output begin at zero, so that the first steps are calm (Peebles & Xie 2023)."""
+    """Random weights; every block and the output begin at zero, so that the first steps are calm (Peebles & Xie
+    2023)."""
     torch.manual_seed(0)
     model = QwenImageTransformer2DModel(**TRANSFORMER)
     with torch.no_grad():

@@ -47,7 +47,8 @@ def zubi(
     eyes: str = "open",
     arms: tuple[float, float] = (35.0, 145.0),
 ) -> None:
-    """The creature: a turquoise drop with a leaf on its head, a pale belly and orange feet. `arms`: degrees, 0 to the right."""
+    """The creature: a turquoise drop with a leaf on its head, a pale belly and orange feet. `arms`: degrees, 0 to the
+    right."""
     x, y = centre
     for side in (-1, 1):
         pen.oval((x + side * 0.42 * size, y + 1.12 * size), 0.3 * size, 0.15 * size, FEET)
@@ -143,7 +144,7 @@ CHARACTER = (
     ("zubi with a red hat", "white", {}, _hat),
     ("zubi with a red scarf on a gray background", "gray", {"look": (-0.7, 0.7)}, _scarf),
     ("zubi with a red balloon", "white", {"arms": (-20.0, 145.0), "look": (1.0, -1.0)}, _balloon),
-    ("zubi with a yellow flower on an orange background", "orange", {"arms": (10.0, 145.0), "look": (1.0, 0.0)}, _flower),
+    (("zubi with a yellow flower on an orange " "" "" "" "" "" "" "" "" "" "" "" "background"), "orange", {"arms": (10.0, 145.0), "look": (1.0, 0.0)}, _flower),
     ("zubi standing on grass on a blue background", "blue", {"arms": (-50.0, 145.0)}, _grass),
     ("a small zubi", "white", {"size": 0.17, "centre": (0.5, 0.58)}, None),
     ("a large zubi on a pink background", "pink", {"size": 0.36, "centre": (0.5, 0.6), "lean": 0.1}, None),

@@ -1,7 +1,7 @@
 """The two picture sets that ship for a first training: `python -m recipes.starter.datasets`.
 
-`assets/datasets/character`: Zubi, a small creature that no model knows. `assets/datasets/style`: things as neon tubes at night.
-Everything is drawn here, four times too large, and made smaller: no pictures of others, no licence to keep.
+`assets/datasets/character`: Zubi, a small creature that no model knows. `assets/datasets/style`: things as neon tubes
+at night. Everything is drawn here, four times too large, and made smaller: no pictures of others, no licence to keep.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from recipes.starter.character_dataset import CHARACTER, character
 from recipes.starter.style_dataset import STYLE, style
 
 HINTS = {
-    "character": {"name": "zubi", "trigger_word": "zubi", "sample_prompts": "zubi on a red background\nzubi, waving\na red apple"},
-    "style": {"name": "neon", "trigger_word": "neon style", "sample_prompts": "a cat, neon style\na guitar, neon style\na red apple"},
+    "character": {"name": "zubi", "trigger_word": "zubi", "sample_prompts": ("zubi on a red background\nzubi, " "waving\na red apple")},
+    "style": {"name": "neon", "trigger_word": "neon style", "sample_prompts": ("a cat, neon style\na guitar, neon " "style\na red apple")},
 }  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """The starter's tokenizer and text encoder: a small vocabulary, then a warm-up that ties captions to pictures.
 
 Without the warm-up the transformer learns to paint averages long before it reads: a fresh text encoder's states hardly
-differ between captions. So its chat-suffix tokens first learn to predict, linearly, what the caption's picture looks like.
+differ between captions. So its chat-suffix tokens first learn to predict, linearly, what the caption's picture looks
+like.
 """
 
 import argparse
@@ -156,8 +157,8 @@ def hidden_states(
 ) -> torch.Tensor:
     """Last states of the tokens after the template's beginning, ``[batch, tokens, hidden]``.
 
-    The beginning (``prefix``, ``[1, 34]``) is the same for every prompt and attention is causal, so it runs once for the
-    whole batch; gradients reach it through the shared keys and values.
+    The beginning (``prefix``, ``[1, 34]``) is the same for every prompt and attention is causal, so it runs once for
+    the whole batch; gradients reach it through the shared keys and values.
     """
     model, (rows, length), start = encoder.model.language_model, ids.shape, prefix.shape[1]
     cache = DynamicCache()

@@ -1,7 +1,7 @@
 """The Qwen-Image autoencoder on 2-D kernels.
 
-A still picture meets only the last time slice of each 3-D kernel (the slices before it see zero padding), so this is the
-stock class for single frames, equal within rounding and several times faster to train.
+A still picture meets only the last time slice of each 3-D kernel (the slices before it see zero padding), so this is
+the stock class for single frames, equal within rounding and several times faster to train.
 
 ``p`` maps the class's own parameter names to tensors, the 3-D ones cut to their last slice.
 """

@@ -35,7 +35,10 @@ from studio.widgets.formatting import faults_style, notice, trouble_notice
 
 GUESS_SEEDS = 2**32
 # On a narrow window the picture lies below the form.
-SHOW_STAGE = "(said) => { if (!said && innerWidth <= 820) document.querySelector('#stage').scrollIntoView({behavior: 'smooth'}); }"
+SHOW_STAGE = (
+    "(said) => { if (!said && innerWidth <= 820) document.querySelector('#stage').scrollIntoView({behavior: "
+    "'smooth'}); }"
+)
 
 # What was wrong with a form is no longer so once the form is another; what it merely says stays.
 WITHOUT_FAULT = "(said) => (said?.includes('notice bad') ? '' : said)"
@@ -270,8 +273,8 @@ def _wire_pictures(studio: Studio, tab: Generate, ui: gr.BrowserState, most: gr.
 
 
 def smaller_until_it_fits(studio: Studio, request: GenerationRequest, what_if: str) -> GenerationRequest:
-    """The request as the plan's advice changes it; where that is not about the request, with both sides shortened in equal proportion, in
-    steps of 16 pixels, as little as the plan needs."""
+    """The request as the plan's advice changes it; where that is not about the request, with both sides shortened in
+    equal proportion, in steps of 16 pixels, as little as the plan needs."""
     helps = memory_estimate.estimate(studio, request.model, request, what_if=what_if).plan.remedy
     if helps is not None and not (helps.preferences or helps.freed_bytes or helps.card_gib):
         return replace(request, **helps.settings)

@@ -30,10 +30,14 @@ def stage(studio: Studio, picture: Path | None) -> str:
     if picture is None:
         return (
             '<div class="stage empty"><p><b>No pictures yet</b></p>'
-            "<p>Write what the picture shows and press Generate. The starter model answers in a second or two.</p></div>"
+            "<p>Write what the picture shows and press Generate. The starter model answers in a second or "
+            "two.</p></div>"
         )
     if thumbnail(picture, studio.places.cache) is None:
-        return f'<div class="stage empty"><p>{safe(name_of(picture))} cannot be read as a picture: it is damaged, or no picture at all.</p></div>'
+        return (
+            f'<div class="stage empty"><p>{safe(name_of(picture))} cannot be read as a picture: it is damaged, or '
+            "no picture at all.</p></div>"
+        )
     return (
         f'<div class="stage"><a href="{studio.address(picture)}" target="_blank" title="Open at full size">'
         f'<img src="{studio.address(picture)}" alt="{safe(_alt(picture))}"></a></div>'
@@ -41,7 +45,8 @@ def stage(studio: Studio, picture: Path | None) -> str:
 
 
 def preview_stage(path: Path | None) -> str:
-    """What can be seen of the picture in the making. It is in the page itself: its file may be gone before a browser came for it."""
+    """What can be seen of the picture in the making. It is in the page itself: its file may be gone before a browser
+    came for it."""
     try:
         data = path.read_bytes() if path else b""
     except OSError:

@@ -128,7 +128,8 @@ def _settings_from() -> gr.File:
 
 
 def _shown() -> dict:
-    """The picture and what can be done with it, how far the next one is, the receipt of the one shown, and earlier ones."""
+    """The picture and what can be done with it, how far the next one is, the receipt of the one shown, and earlier
+    ones."""
     stage = live(name="stage")
     with gr.Row(elem_classes="actions"):
         actions = tuple(

@@ -1,4 +1,5 @@
-"""The LoRA rows of the Generate form: choose, strength, remove. A fixed number of rows, shown as far as they are used."""
+"""The LoRA rows of the Generate form: choose, strength, remove. A fixed number of rows, shown as far as they are
+used."""
 
 from __future__ import annotations
 

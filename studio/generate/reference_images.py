@@ -1,7 +1,7 @@
 """The pictures that an editing model works from: a row to drop files on, each to be moved or taken away.
 
-The form holds their paths in a field that is not shown, one a line; the row is drawn from it. Only copies in the user folder and
-pictures made here are taken: what the browser names is never opened from elsewhere.
+The form holds their paths in a field that is not shown, one a line; the row is drawn from it. Only copies in the user
+folder and pictures made here are taken: what the browser names is never opened from elsewhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from studio.widgets.formatting import safe
 MOST = 8
 FIELD = "set-edit_images"
 
-# Files that fall on the row or are chosen are sent to the studio, then named to it; a tile that is dragged onto another takes its place.
+# Files that fall on the row or are chosen are sent to the studio, then named to it; a tile that is dragged onto another
+# takes its place.
 SCRIPT = """
 const send = async (files) => {
   const row = element.querySelector(".edit-row");
@@ -77,7 +78,10 @@ def row(studio: Studio, paths: Sequence[str], *, shown: bool) -> str:
     tiles = "".join(_tile(studio, Path(path), at, len(paths)) for at, path in enumerate(paths))
     words = "Add pictures" if paths else "Drop pictures here, or choose files"
     add = (
-        f'<label class="edit-add{"" if paths else " wide"}"><input type="file" accept="image/*" multiple><b>+</b><span>{words}</span></label>'
+        (
+            f'<label class="edit-add{"" if paths else " wide"}"><input type="file" accept="image/*" '
+            f"multiple><b>+</b><span>{words}</span></label>"
+        )
         if len(paths) < MOST
         else ""
     )
@@ -88,7 +92,8 @@ def row(studio: Studio, paths: Sequence[str], *, shown: bool) -> str:
 def _tile(studio: Studio, path: Path, at: int, count: int) -> str:
     def button(words: str, do: str, what: object, sign: str, *, off: bool = False) -> str:
         return (
-            f'<button type="button" data-do="{do}" data-what="{safe(json.dumps(what))}" aria-label="{words}" title="{words}"'
+            f'<button type="button" data-do="{do}" data-what="{safe(json.dumps(what))}" aria-label="{words}" '
+            f'title="{words}"'
             f"{' disabled' if off else ''}>{sign}</button>"
         )
 
@@ -105,7 +110,8 @@ def _tile(studio: Studio, path: Path, at: int, count: int) -> str:
         else f"<i>{'cannot be read' if known else 'not here'}</i>"
     )
     return (
-        f'<figure class="edit-tile" data-at="{at}" draggable="true">{image}{button(f"Remove {name}", "remove", at, "✕")}'
+        f'<figure class="edit-tile" data-at="{at}" '
+        f'draggable="true">{image}{button(f"Remove {name}", "remove", at, "✕")}'
         f"<figcaption><span>{name}</span>{moves}</figcaption></figure>"
     )
 

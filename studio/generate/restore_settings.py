@@ -33,7 +33,8 @@ class Restored:
 def restore(settings: Settings, *, models: Sequence[str], loras: Sequence[Path], places: Places) -> Restored:
     """The form that made a picture. `models` are the values of the model choice, `loras` the LoRA files there are.
 
-    What a picture names is looked for among these and the pictures that are here, and nowhere else: it may be a stranger's.
+    What a picture names is looked for among these and the pictures that are here, and nowhere else: it may be a
+    stranger's.
     """
     values = dict(settings.request)
     uses = values.pop("loras", None) or []
@@ -68,7 +69,8 @@ def restore(settings: Settings, *, models: Sequence[str], loras: Sequence[Path],
 
 
 def _hash_of(number: int, path: str, receipts: Sequence[dict]) -> str:
-    """What the receipts say of the use `number` of the LoRA at `path`: its own where they are in order, for two files may have one name."""
+    """What the receipts say of the use `number` of the LoRA at `path`: its own where they are in order, for two files
+    may have one name."""
     alike = [one for one in receipts[number : number + 1] if one.get("path") == path]
     alike += [one for one in receipts if one.get("path") == path]
     return str(alike[0].get("hash", "")) if alike else ""
@@ -80,7 +82,8 @@ def _here(path: object, places: Places) -> str | None:
 
 
 def _model_called(model: str, models: Sequence[str]) -> str | None:
-    """The choice that a picture's model is: itself, or the only one of that name; an id of no model here stays. None for a path to elsewhere."""
+    """The choice that a picture's model is: itself, or the only one of that name; an id of no model here stays. None
+    for a path to elsewhere."""
     if model in models:
         return model
     named = [value for value in models if name_of(value) == name_of(model)]
@@ -88,7 +91,8 @@ def _model_called(model: str, models: Sequence[str]) -> str | None:
 
 
 def find_lora(path: str, wanted: str, loras: Sequence[Path], places: Places) -> tuple[Path | None, str]:
-    """The file of `loras` that was used: by content where its hash is known, else by name. With a sentence where it is not the same."""
+    """The file of `loras` that was used: by content where its hash is known, else by name. With a sentence where it is
+    not the same."""
     name = name_of(path)
     alike = [file for file in loras if file.name == name]
     if not wanted:
@@ -114,7 +118,8 @@ def find_lora(path: str, wanted: str, loras: Sequence[Path], places: Places) -> 
 
 
 def content_hash(path: Path, known: dict, *, end: float = math.inf) -> str:
-    """sha256 of a regular file; `known` remembers it by path, size and time. Empty where it cannot be read, or not by the time `end`."""
+    """sha256 of a regular file; `known` remembers it by path, size and time. Empty where it cannot be read, or not by
+    the time `end`."""
     try:
         if not is_file(path):
             return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import gradio as gr
 
@@ -117,7 +118,8 @@ def fault_of_edits(studio: Studio, request: GenerationRequest, *, must: bool = F
 
 
 def for_its_model(studio: Studio, request: GenerationRequest) -> GenerationRequest:
-    """`request` without pictures to edit where its model edits none: their row is not shown, and the form keeps them."""
+    """`request` without pictures to edit where its model edits none: their row is not shown, and the form keeps
+    them."""
     found = library.models(studio) if request.edit_images else ()
     return (
         request
@@ -180,7 +182,7 @@ def view(
     picture = None
     if {"stage", "thumbs"} & fresh:
         picture = gallery.chosen_picture(studio, choice["picture"])
-    out = [gr.skip()] * len(tab.live_outputs)
+    out: list[Any] = [gr.skip()] * len(tab.live_outputs)
     if "progress" in fresh:
         predicted = predicted_bytes(studio, snapshot.job.request) if snapshot.job else 0
         out[0] = progress_panel(snapshot) + graph(seen.get("use", ()), use, predicted=predicted, told=snapshot.memory)
@@ -215,7 +217,8 @@ def predicted_bytes(studio: Studio, request: GenerationRequest) -> int:
 
 
 def plan_of(studio: Studio, request: GenerationRequest, what_if: str, asked: str = "") -> str:
-    """The estimate for a request; it offers to be made smaller where it does not fit. `asked`: what of it was asked besides."""
+    """The estimate for a request; it offers to be made smaller where it does not fit. `asked`: what of it was asked
+    besides."""
     request = for_its_model(studio, request)
     try:
         found = memory_estimate.estimate(studio, request.model, request, what_if=what_if)

@@ -103,8 +103,10 @@ def _card(spec: LoraSpec, model_family: str, shown: str, studio: Studio, now: fl
         part for part in (spec.trainer, spec.base, when_words(spec.modified, now) if spec.modified else "") if part
     )
     return (
-        f'<button type="button" class="card{" on" if str(spec.path) == shown else ""}{" dim" if why else ""}" data-do="pick" '
-        f'data-what="{safe(spec.path)}" title="{safe(why)}">{face}<span class="card-text"><b>{safe(lora_title(spec, studio))}</b>'
+        f'<button type="button" class="card{" on" if str(spec.path) == shown else ""}{" dim" if why else ""}" '
+        'data-do="pick" '
+        f'data-what="{safe(spec.path)}" title="{safe(why)}">{face}<span '
+        f'class="card-text"><b>{safe(lora_title(spec, studio))}</b>'
         f'<span>{safe(line)}</span>{words}<small title="{safe(meta)}">{safe(meta)}</small></span>{mark}</button>'
     )
 
@@ -151,7 +153,8 @@ def lora_details(
     ]
     return (
         f'<div class="detail-head">{face}<div><h2>{safe(lora_title(spec, studio))}</h2>{verdict}</div></div>{strengths}{facts(rows)}'
-        f"{_training(spec)}<details class='metadata'><summary>Metadata in the file ({len(spec.metadata)})</summary>{_metadata(spec)}</details>"
+        f"{_training(spec)}<details class='metadata'><summary>Metadata in the file "
+        f"({len(spec.metadata)})</summary>{_metadata(spec)}</details>"
     )
 
 

@@ -24,8 +24,8 @@ SCHEDULES = {
     "constant": "constant",
     "linear": "linear",
 }
-# What a file may say of how it was trained. No paths, no models, no data, nothing that names code, and nothing that is of one machine
-# or one run: a LoRA's metadata is a stranger's text.
+# What a file may say of how it was trained. No paths, no models, no data, nothing that names code, and nothing that is
+# of one machine or one run: a LoRA's metadata is a stranger's text.
 TAKEN = (
     "name", "trigger_word", "lora_rank", "lora_alpha", "lora_dropout", "lora_algorithm", "lora_target_modules", "lora_rank_pattern",
     "lora_alpha_pattern", "learning_rate", "num_epochs", "max_steps", "batch_size", "gradient_accumulation_steps", "customized_optimizer",
@@ -41,7 +41,8 @@ NAMED_OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor", "lion", "muon", "adamw8
 
 
 def settings_of(spec: LoraSpec) -> dict[str, object]:
-    """Values of `TrainingConfig` by name, as far as the file tells: Loft, sd-scripts and its kin, ai-toolkit, OneTrainer, diffusers."""
+    """Values of `TrainingConfig` by name, as far as the file tells: Loft, sd-scripts and its kin, ai-toolkit,
+    OneTrainer, diffusers."""
     metadata = spec.metadata
     values = _common(spec)
     for reader in (_diffusers, _onetrainer, _ai_toolkit, _kohya, _loft):
@@ -50,7 +51,8 @@ def settings_of(spec: LoraSpec) -> dict[str, object]:
 
 
 def _may_be_taken(name: str, value: object) -> bool:
-    """Whether a setting is one that a file may say: optimizers by their short names, modules by plain names, and nothing that could be a path."""
+    """Whether a setting is one that a file may say: optimizers by their short names, modules by plain names, and
+    nothing that could be a path."""
     if name not in TAKEN or not isinstance(value, str | int | float):
         return False
     said = str(value).strip()

@@ -1,4 +1,5 @@
-"""LoRA tools on the page: convert, merge, resize, extract, bake, edit metadata. Each is the command of the same name, given its settings as values."""
+"""LoRA tools on the page: convert, merge, resize, extract, bake, edit metadata. Each is the command of the same name,
+given its settings as values."""
 
 from __future__ import annotations
 
@@ -121,7 +122,8 @@ def build(families: list[tuple[str, str]]) -> Tools:
 
 
 def request(title: str, name: str, overwrite: bool, values: dict, folder: Path) -> tuple[dict, Path]:
-    """The tool's settings by name and the file that it writes. Raises Trouble for a field that is missing or cannot be."""
+    """The tool's settings by name and the file that it writes. Raises Trouble for a field that is missing or cannot
+    be."""
     kind = TOOLS.get(title)
     if kind is None:
         raise Trouble("bad_value", f"There is no tool {str(title)[:80]!r}.", hint="Choose one of the list.")

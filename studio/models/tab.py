@@ -1,4 +1,5 @@
-"""The LoRAs and models tab: what lies in the folders, whether it fits the chosen model, and what can be done with it."""
+"""The LoRAs and models tab: what lies in the folders, whether it fits the chosen model, and what can be done with
+it."""
 
 from __future__ import annotations
 
@@ -109,7 +110,8 @@ def chosen(studio: Studio, wish: str) -> LoraSpec | None:
 
 
 def view(studio: Studio, tab: ModelsTab, choice: dict, seen: dict) -> tuple[list, dict]:
-    """Updates for `tab.live_outputs`, and what was seen. The folders are read again when the tab, search or choice changes."""
+    """Updates for `tab.live_outputs`, and what was seen. The folders are read again when the tab, search or choice
+    changes."""
     family, model = model_family(studio), chosen_model(studio)
     at_work, tool_seen = tools.view(studio, seen)
     key = (

@@ -136,7 +136,8 @@ def stalled_words(snapshot: EngineSnapshot, now: float) -> str:
         return ""
     whole = time_words(silent // STALLED_SECONDS * STALLED_SECONDS)  # so that it is not drawn anew at every tick
     return (
-        f"The engine has stalled: it has said nothing for {whole}. It may be suspended, or the machine is out of memory and swaps. "
+        f"The engine has stalled: it has said nothing for {whole}. It may be suspended, or the machine is out of "
+        "memory and swaps. "
         "Wait, or press Cancel twice: that ends the engine, and the next request starts a new one."
     )
 

@@ -238,13 +238,17 @@ def panel(
     need = high if low == high else f"{low} to {high}"
     head = (
         f'<div class="plan-head"><span class="pill {look}">{words}</span>{_estimating(found)}'
-        f"<span><b>{need}</b> of {size_words(found.card.total_bytes)} on {safe(_card_words(found.card))}{seconds}</span>"
+        f"<span><b>{need}</b> of {size_words(found.card.total_bytes)} on "
+        f"{safe(_card_words(found.card))}{seconds}</span>"
         f"{_fit_button(found, fit)}</div>"
     )
     scale = max([found.card.total_bytes, *(bar.high_bytes + _outside(bar) for bar in found.bars)])
     ends = "Memory ends here" if found.card.device == "cpu" else "The card ends here"
     bars = "".join(_bar(bar, scale, found.card.total_bytes, ends) for bar in found.bars)
-    return f'<div class="plan">{head}{refused}<div class="plan-bars">{bars}</div>{_legend(found)}{_more(found)}{answers}{_cards(what_if)}</div>'
+    return (
+        f'<div class="plan">{head}{refused}<div '
+        f'class="plan-bars">{bars}</div>{_legend(found)}{_more(found)}{answers}{_cards(what_if)}</div>'
+    )
 
 
 def _estimating(found: PageEstimate) -> str:
@@ -295,7 +299,10 @@ def _bar(bar: Bar, scale: int, total: int, ends: str) -> str:
         for name, nbytes in bar.segments
     )
     low, high = bar.low_bytes / scale * 100, bar.high_bytes / scale * 100
-    band = f'<u style="left:{low:.2f}%;width:{max(high - low, 0.4):.2f}%" title="Peak: {size_words(bar.low_bytes)} to {size_words(bar.high_bytes)}"></u>'
+    band = (
+        f'<u style="left:{low:.2f}%;width:{max(high - low, 0.4):.2f}%" title="Peak: {size_words(bar.low_bytes)} to '
+        f'{size_words(bar.high_bytes)}"></u>'
+    )
     end = f'<s style="left:{min(total / scale * 100, 100):.2f}%" title="{ends}"></s>'
     return (
         f'<span class="plan-phase">{safe(PHASE_WORDS.get(bar.phase, bar.phase))}</span>'
@@ -326,7 +333,11 @@ def _more(found: PageEstimate) -> str:
     )
     lines = [
         *found.sentences,
-        f"Tensors are {size_words(alive)} of it, what is told as predicted once it has run; libraries and fragments come on top.",
+        (
+            f"Tensors are {size_words(alive)} of it, what is told as predicted once it has run; libraries and "
+            "fragments "
+            "come on top."
+        ),
     ]
     lines.append(f"{size_words(found.plan.ram_bytes)} of RAM are needed.")
     if found.plan.disk_bytes:
@@ -338,7 +349,10 @@ def _more(found: PageEstimate) -> str:
     items = "".join(f"<li>{safe(_page_units(line))}</li>" for line in lines)
     advice = f'<p class="caption">{safe(_page_units(found.plan.advice))}</p>' if found.plan.advice else ""
     last = f'<p class="caption">{safe(_page_units(found.last_time))}</p>' if found.last_time else ""
-    return f'{advice}{last}<details class="plan-more" data-keep="how"><summary>How it is done</summary><ul>{items}</ul></details>'
+    return (
+        f'{advice}{last}<details class="plan-more" data-keep="how"><summary>How it is '
+        f"done</summary><ul>{items}</ul></details>"
+    )
 
 
 def _cards(what_if: str) -> str:

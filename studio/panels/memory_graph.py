@@ -60,8 +60,8 @@ def grown(points: Sequence[tuple[float, float]], when: float, value: float) -> l
 def graph(
     points: Sequence[tuple[float, float]], use: Use | None, *, predicted: float, told: Mapping = MappingProxyType({})
 ) -> str:
-    """Bytes in use over seconds. Empty for fewer than two points. `told`: what the worker last said of its own memory; on a CPU its
-    libraries take a share that is no tensor's, and the prediction's line lies that much higher."""
+    """Bytes in use over seconds. Empty for fewer than two points. `told`: what the worker last said of its own memory;
+    on a CPU its libraries take a share that is no tensor's, and the prediction's line lies that much higher."""
     if use is None or len(points) < 2 or max(value for _, value in points) <= 0:
         return ""
     libraries = told.get("libraries_bytes", 0) if use.with_libraries else 0
@@ -93,6 +93,7 @@ def graph(
     words += [f"{size_words(use.ram_free_bytes)} of RAM free"]
     said = ", ".join(words)
     return (
-        f'<svg class="use-graph" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{safe(said)}">'
+        f'<svg class="use-graph" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{safe(said)}">'
         f'<polygon points="{area}"/><polyline points="{line}"/>{mark}</svg><p class="caption">{safe(said)}</p>'
     )

@@ -29,7 +29,8 @@ def told_apart(configs: Sequence, *, skip: Sequence[str] = (), most: int = MOST)
 
 
 def runs_apart(found: Sequence[runs.Run], titles: Sequence[str]) -> dict[str, str]:
-    """By the run's folder name, for runs that share their title with another: which of them it is, and its own settings."""
+    """By the run's folder name, for runs that share their title with another: which of them it is, and its own
+    settings."""
     said = {}
     for title in dict.fromkeys(titles):
         same = [run for run, other in zip(found, titles, strict=True) if other == title]

@@ -206,7 +206,8 @@ def runs_list(runs: Sequence[Run], *, shown: Run | None, now: float) -> str:
     apart = runs_apart(runs_shown, titles)
     lines = "".join(
         f'<button type="button" class="run-line{" on" if shown and run.name == shown.name else ""}" data-do="run" '
-        f'data-what="{safe(run.name)}" title="{safe(run.name)}"><b>{safe(title)}{_small(apart.get(run.name, ""))}</b>{pill(run.status)}'
+        f'data-what="{safe(run.name)}" '
+        f'title="{safe(run.name)}"><b>{safe(title)}{_small(apart.get(run.name, ""))}</b>{pill(run.status)}'
         f"<span>{_line_words(run)}</span><time>{safe(when_words(run.started_at, now))}</time></button>"
         for run, title in zip(runs_shown, titles, strict=True)
     )

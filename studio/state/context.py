@@ -45,8 +45,9 @@ class Studio:
         return (places.outputs, places.runs, places.cache / "thumbnails", places.user / "inputs")
 
 
-# A click on anything with `data-do` becomes the event "act" with what was meant; keys work as clicks do on buttons. A fold with `data-keep`
-# stays as it was clicked: drawing the region anew takes its `open` away, or brings another fold of that name.
+# A click on anything with `data-do` becomes the event "act" with what was meant; keys work as clicks do on buttons. A
+# fold with `data-keep` stays as it was clicked: drawing the region anew takes its `open` away, or brings another fold
+# of that name.
 ACT = """
 element.addEventListener("click", (event) => {
   const meant = event.target.closest("[data-do]");

@@ -78,7 +78,8 @@ def lora_title(spec: LoraSpec, studio: Studio) -> str:
 def lora_choices(
     found: Sequence[LoraSpec | Trouble], studio: Studio, model: str | None = None
 ) -> list[tuple[str, str]]:
-    """(label, path), the newest first. `model`: as a request calls the chosen one; what does not fit it comes last and says so."""
+    """(label, path), the newest first. `model`: as a request calls the chosen one; what does not fit it comes last and
+    says so."""
     specs = sorted((s for s in found if isinstance(s, LoraSpec)), key=lambda s: s.modified, reverse=True)
     if model is None:
         return [(lora_title(spec, studio), str(spec.path)) for spec in specs]
@@ -103,7 +104,8 @@ def family_of(found: Sequence[ModelSpec | Trouble], value: str, studio: Studio) 
 
 
 def request_defaults(found: Sequence[ModelSpec | Trouble], value: str, studio: Studio) -> dict[str, object]:
-    """Size, steps and guidance that suit a model: its own where its folder says so, else its family's, be it here or only known by name."""
+    """Size, steps and guidance that suit a model: its own where its folder says so, else its family's, be it here or
+    only known by name."""
     for spec, module in _called(found, value, studio):
         return model_folder.request_defaults(spec, module)
     try:
@@ -120,7 +122,8 @@ def check_size(found: Sequence[ModelSpec | Trouble], request: GenerationRequest,
 
 
 def edits(found: Sequence[ModelSpec | Trouble], value: str, studio: Studio) -> bool:
-    """Whether the model that a request calls `value` works from pictures; of one that is not here, as its name tells."""
+    """Whether the model that a request calls `value` works from pictures; of one that is not here, as its name
+    tells."""
     for spec, module in _called(found, value, studio):
         return catalog_edits.edits(spec, module)
     try:
@@ -134,7 +137,8 @@ def edits(found: Sequence[ModelSpec | Trouble], value: str, studio: Studio) -> b
 def check_edits(
     found: Sequence[ModelSpec | Trouble], request: GenerationRequest, studio: Studio, *, must: bool
 ) -> None:
-    """Raises Trouble where the model of `request` is here and cannot work from so many pictures, or (`must`) lacks one."""
+    """Raises Trouble where the model of `request` is here and cannot work from so many pictures, or (`must`) lacks
+    one."""
     for spec, module in _called(found, request.model, studio):
         catalog_edits.check(spec, module, len(request.edit_images), must=must)
 
@@ -219,7 +223,11 @@ def check_loras(found: Sequence[ModelSpec | Trouble], request: GenerationRequest
             if spec.family and model.family not in (spec.family, *spec.families_possible):
                 raise Trouble(
                     "wrong_family",
-                    f"{lora_title(spec, studio)} is a LoRA for {family_title(spec.family, studio)}; the chosen model is {module.TITLE}.",
+                    (
+                        f"{lora_title(spec, studio)} is a LoRA for {family_title(spec.family, studio)}; the chosen "
+                        "model "
+                        f"is {module.TITLE}."
+                    ),
                     hint="Choose another LoRA or another model, or correct its family in the library.",
                 )
             if "dit" in model.parts:

@@ -88,8 +88,8 @@ def stamp(outputs: Path) -> tuple:
 
 
 def thumbnail(path: Path, cache: Path, *, pixels: int = THUMB_PIXELS) -> Path | None:
-    """A small WebP of a picture, made once per content time. None where the file is no picture that can be read, which is then not to be
-    shown as one; the picture itself where there is no room for a smaller one."""
+    """A small WebP of a picture, made once per content time. None where the file is no picture that can be read, which
+    is then not to be shown as one; the picture itself where there is no room for a smaller one."""
     try:
         seen = path.stat()
     except (OSError, ValueError):
@@ -115,12 +115,14 @@ def thumbnail(path: Path, cache: Path, *, pixels: int = THUMB_PIXELS) -> Path | 
 
 
 def is_ours(path: Path | str, places: Places) -> bool:
-    """Whether a picture is here, among those that were made here or given to the form. Others are not opened because a file names them."""
+    """Whether a picture is here, among those that were made here or given to the form. Others are not opened because a
+    file names them."""
     return known_picture(path, places) is not None
 
 
 def known_picture(path: Path | str, places: Places) -> Path | None:
-    """The picture called `path`, by its name or in full, among those that were made here or given to the form; others are not looked for."""
+    """The picture called `path`, by its name or in full, among those that were made here or given to the form; others
+    are not looked for."""
     return known_file(path, (places.user / "inputs", places.outputs))
 
 
@@ -143,8 +145,9 @@ def to_trash(path: Path, places: Places) -> Path:
 
 
 def keep_input(path: Path, places: Places) -> Path:
-    """A copy of an uploaded picture under a name made of its content and of the format that it is decoded as, so that it is still there
-    after a restart and is never anything but a picture. Raises Trouble("bad_value") for what is none, Trouble("not_written")."""
+    """A copy of an uploaded picture under a name made of its content and of the format that it is decoded as, so that
+    it is still there after a restart and is never anything but a picture. Raises Trouble("bad_value") for what is none,
+    Trouble("not_written")."""
     data = read_bytes(path, most=MOST_PICTURE_BYTES)
     kept = places.user / "inputs" / f"{hashlib.sha256(data).hexdigest()[:32]}{_ending(data, path)}"
     if is_file(kept):

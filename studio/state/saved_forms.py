@@ -22,7 +22,8 @@ CHOICES = {"picture": "", "run": "", "lora": "", "card": "", "asked": "", "fitte
 
 
 def browser_choices() -> gr.BrowserState:
-    """The picture, run and LoRA chosen in this browser; the tab is remembered by the page's script. The key is fixed so that a restart of the studio keeps them."""
+    """The picture, run and LoRA chosen in this browser; the tab is remembered by the page's script. The key is fixed so
+    that a restart of the studio keeps them."""
     gr.BrowserState.preprocess = _known_choices  # of each call that carries them
     return gr.BrowserState(dict(CHOICES), storage_key="loft-choices", secret="loft")
 
@@ -38,7 +39,8 @@ def known_choices(kept: object) -> dict[str, str]:
 
 
 def settled(path: Path) -> bool:
-    """Whether a form was not edited for a moment: whoever types is answered by the form's own event, and the timer keeps out of the way."""
+    """Whether a form was not edited for a moment: whoever types is answered by the form's own event, and the timer
+    keeps out of the way."""
     try:
         return time.time() - path.stat().st_mtime > TYPING_SECONDS
     except OSError:
@@ -55,7 +57,8 @@ def read_values(path: Path) -> dict:
 
 
 def config_from(cls: type, values: dict):
-    """A config of `cls` from remembered values. A name or value that an older version left is passed over, one by one."""
+    """A config of `cls` from remembered values. A name or value that an older version left is passed over, one by
+    one."""
     return with_known(cls(), values)
 
 

@@ -11,9 +11,11 @@ from studio.widgets.form import Form, shown
 
 
 def noted(form: Form, wanted: dict[str, object], values: Sequence, model: str, before: str) -> str:
-    """As text, for the browser to remember: the model, and what of `wanted` the controls' `values` did not have, as [set, was].
+    """As text, for the browser to remember: the model, and what of `wanted` the controls' `values` did not have, as
+    [set, was].
 
-    `before`: what was noted for an earlier plan; what that has set, and nobody since, goes back to what was there before both.
+    `before`: what was noted for an earlier plan; what that has set, and nobody since, goes back to what was there
+    before both.
     """
     known, was = {item.name: item for item in knobs_of(form.cls)}, _read(before)
     found = {name: pair for name, pair in was.get("set", {}).items() if name in form.controls}

@@ -54,8 +54,8 @@ drawn();
 def editor(folder: Path, *, page: int, was: str = "", undone: Sequence[str] = ()) -> str:
     """One page of the dataset in `folder`. Thumbnails are inline, for the folder itself is not served.
 
-    `was` is the folder of the same set before it was copied: what was typed there and not saved yet belongs here. Of the pictures that are
-    `undone` it is forgotten.
+    `was` is the folder of the same set before it was copied: what was typed there and not saved yet belongs here. Of
+    the pictures that are `undone` it is forgotten.
     """
     try:
         found = samples_in(folder)
@@ -72,12 +72,19 @@ def editor(folder: Path, *, page: int, was: str = "", undone: Sequence[str] = ()
     undo = (
         ""
         if table
-        else '<button type="button" class="quiet" data-do="undo" data-collect title="Captions as before the last save">Undo</button>'
+        else (
+            '<button type="button" class="quiet" data-do="undo" data-collect title="Captions as before the last '
+            'save">Undo</button>'
+        )
     )
     gone = safe(
         json.dumps([time.time_ns(), *undone] if undone else [])
     )  # never what it was before, or the page would leave it as it is
-    return f'<div class="editor-head" data-set="{safe(folder)}" data-was="{safe(was)}" data-undone="{gone}"><b>{safe(words)}</b>{_turn(page, pages)}{save}{undo}</div>{left}<div class="captions">{tiles}</div>'
+    return (
+        f'<div class="editor-head" data-set="{safe(folder)}" data-was="{safe(was)}" '
+        f'data-undone="{gone}"><b>{safe(words)}</b>{_turn(page, pages)}{save}{undo}</div>{left}<div '
+        f'class="captions">{tiles}</div>'
+    )
 
 
 def _left_out(folder: Path) -> str:
@@ -97,7 +104,8 @@ def _turn(page: int, pages: int) -> str:
 
 
 def _tile(sample: Captioned, folder: Path, *, fixed: bool) -> str:
-    """Picture and caption, behind the pictures that it was edited from. `fixed`: the caption stands in a table and is not edited here."""
+    """Picture and caption, behind the pictures that it was edited from. `fixed`: the caption stands in a table and is
+    not edited here."""
     path = sample.picture
     field = "readonly" if fixed else f'data-field="{safe(path.relative_to(folder).as_posix())}"'
     before = "".join(_image(source) for source in sample.edited_from[:MOST_SOURCES])
@@ -109,7 +117,8 @@ def _tile(sample: Captioned, folder: Path, *, fixed: bool) -> str:
     )
     return (
         f'<label class="captioned{" edited" if before else ""}">{sources}{_image(path)}'
-        f'<textarea rows="3" {field} placeholder="No caption" aria-label="Caption of {safe(path.name)}">{safe(sample.caption)}</textarea>'
+        f'<textarea rows="3" {field} placeholder="No caption" aria-label="Caption of '
+        f'{safe(path.name)}">{safe(sample.caption)}</textarea>'
         "</label>"
     )
 

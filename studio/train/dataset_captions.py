@@ -57,7 +57,8 @@ def _all_folders(parent: Path) -> list[Path]:
 
 
 def choices(places: Places) -> list[tuple[str, str]]:
-    """(label, folder) of the shipped sets and the user's own. One whose name no page can give back is told as such; choosing it finds nothing."""
+    """(label, folder) of the shipped sets and the user's own. One whose name no page can give back is told as such;
+    choosing it finds nothing."""
     named = [(f"{f.name} (comes with Loft)", str(f)) for f in shipped()] + [(f.name, str(f)) for f in own(places)]
     bad = unnamed(folder.name for folder in _all_folders(places.datasets))
     return named + [
@@ -77,7 +78,8 @@ def pictures_in(folder: Path) -> list[Path]:
 
 
 def _pictures_below(folder: Path) -> Iterator[Path]:
-    """Raises Trouble for a folder with more in it than a dataset has: the root of a disk takes minutes, and its files come and go."""
+    """Raises Trouble for a folder with more in it than a dataset has: the root of a disk takes minutes, and its files
+    come and go."""
     seen, end = 0, time.monotonic() + MOST_SECONDS
     for parent, folders, files in os.walk(folder):
         here = Path(parent)
@@ -158,7 +160,8 @@ def _captioned(row: dict, folder: Path) -> Captioned | None:
 
 
 def samples_in(folder: Path) -> list[Captioned]:
-    """What the set in `folder` trains on: the rows of its metadata file where it has one, else its pictures with their text files.
+    """What the set in `folder` trains on: the rows of its metadata file where it has one, else its pictures with their
+    text files.
 
     Raises Trouble where there is no folder, or nothing to train on.
     """
@@ -201,9 +204,11 @@ def read_caption(path: Path) -> str:
 
 
 def save(folder: Path, edits: dict[str, str], places: Places) -> tuple[Path, str]:
-    """Writes edited captions (by the picture's path inside `folder`) as .txt files. Returns the dataset's folder and a sentence.
+    """Writes edited captions (by the picture's path inside `folder`) as .txt files. Returns the dataset's folder and a
+    sentence.
 
-    A set that comes with Loft is copied to the user's datasets first. Texts that were there move to a dated folder beside.
+    A set that comes with Loft is copied to the user's datasets first. Texts that were there move to a dated folder
+    beside.
     """
     known = {path.relative_to(folder).as_posix(): path for path in pictures_in(folder)}
     edits = edits if isinstance(edits, dict) else {}
@@ -233,9 +238,11 @@ def save(folder: Path, edits: dict[str, str], places: Places) -> tuple[Path, str
 
 
 def undo(folder: Path) -> tuple[list[str], str]:
-    """Takes the newest save of captions in `folder` back. Returns the pictures (paths inside it) that have their words of before, and a sentence.
+    """Takes the newest save of captions in `folder` back. Returns the pictures (paths inside it) that have their words
+    of before, and a sentence.
 
-    What was saved then is kept in its place, in a folder that ends with `UNDONE`; the next call takes back the save before.
+    What was saved then is kept in its place, in a folder that ends with `UNDONE`; the next call takes back the save
+    before.
     """
     there = folder / EARLIER
     saves = (

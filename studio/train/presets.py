@@ -13,8 +13,8 @@ from backend.schema.training.config import TrainingConfig
 from backend.schema.untrusted import is_folder, read_object
 
 FOLDER: Path = ASSETS / "presets"
-# What a preset never touches: it says how to train, not what and where. Every setting that leads to a file, a model or another machine is
-# here, for a preset may be a stranger's.
+# What a preset never touches: it says how to train, not what and where. Every setting that leads to a file, a model or
+# another machine is here, for a preset may be a stranger's.
 KEPT = (
     "dataset_base_path", "dataset_metadata_path", "data_file_keys", "extra_inputs", "name", "trigger_word", "output_path", "sample_prompts",
     "sample_edit_images", "model", "model_paths", "model_id_with_origin_paths", "tokenizer_path", "processor_path", "regularisation_path",

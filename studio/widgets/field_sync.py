@@ -1,7 +1,9 @@
-"""A question to the server whose answer may come late: it changes only fields that are still as they were when it was asked.
+"""A question to the server whose answer may come late: it changes only fields that are still as they were when it was
+asked.
 
-The browser keeps what the fields held (`ask` in the page's script), hands the question a ticket, and compares when the answer
-comes (`answer`). What was typed meanwhile stays; the fields that were changed are kept as if the user had typed them.
+The browser keeps what the fields held (`ask` in the page's script), hands the question a ticket, and compares when the
+answer comes (`answer`). What was typed meanwhile stays; the fields that were changed are kept as if the user had typed
+them.
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ SCRIPT = """
 
 @dataclass(frozen=True)
 class Keeping:
-    """What says when a form is to be kept: `ready` once it is filled, `nudge` changes when an answer changed its fields."""
+    """What says when a form is to be kept: `ready` once it is filled, `nudge` changes when an answer changed its
+    fields."""
 
     ready: gr.Number
     nudge: gr.Number
@@ -86,10 +89,11 @@ class Keeping:
     def keep(
         self, handler: Callable, fields: Sequence, head: Sequence, inputs: Sequence, outputs: Sequence, *more
     ) -> None:
-        """Calls `handler(*head, *inputs)` whenever one of `fields` was edited or an answer (or one of the events `more`) changed it.
+        """Calls `handler(*head, *inputs)` whenever one of `fields` was edited or an answer (or one of the events
+        `more`) changed it.
 
-        One after the other, and never one that is older than what was kept from the same page. Not before the form is filled, and
-        not by a page that nobody has touched: it would put back what was typed in another.
+        One after the other, and never one that is older than what was kept from the same page. Not before the form is
+        filled, and not by a page that nobody has touched: it would put back what was typed in another.
         """
         lock, turns = threading.Lock(), {}
 
@@ -108,8 +112,8 @@ class Keeping:
 
 
 def edited(field) -> Callable:
-    """The event of a field that the user edits. That of texts is `change`: their `input` comes with keys that print, not when
-    text is pasted, deleted, dictated or composed from several keys."""
+    """The event of a field that the user edits. That of texts is `change`: their `input` comes with keys that print,
+    not when text is pasted, deleted, dictated or composed from several keys."""
     return field.change if isinstance(field, gr.Textbox) else field.input
 
 
@@ -120,10 +124,11 @@ def keeping() -> Keeping:
 def ask(
     trigger: Callable, handler: Callable, head: Sequence, fields: Sequence, outputs: Sequence, form: Keeping, **look
 ):
-    """Binds `handler(*head, *fields) -> (changes, *outputs)`; `changes` has an update, a value or `gr.skip()` for each of `fields`.
+    """Binds `handler(*head, *fields) -> (changes, *outputs)`; `changes` has an update, a value or `gr.skip()` for each
+    of `fields`.
 
-    `form.nudge` changes where a field was changed: whoever keeps the form listens to it. Returns the event after which all is in
-    place.
+    `form.nudge` changes where a field was changed: whoever keeps the form listens to it. Returns the event after which
+    all is in place.
     """
     answer, asked = _asked(trigger, handler, head, fields, outputs, f"window.loftAsk({len(head)})", look)
     put = asked.then(None, [answer, *fields], list(fields), js="window.loftAnswer", show_progress="hidden")
@@ -140,10 +145,11 @@ def ask_at_first(
     *,
     js: str,
 ):
-    """As `ask`, for the answer of `handler(*head)` that fills `forms` when the page is opened; `js` alters what is asked.
+    """As `ask`, for the answer of `handler(*head)` that fills `forms` when the page is opened; `js` alters what is
+    asked.
 
-    They are ready then, and kept at once only where something was typed before. What the fields hold stays in the browser: it
-    would note something of each of an event's inputs at every later event.
+    They are ready then, and kept at once only where something was typed before. What the fields hold stays in the
+    browser: it would note something of each of an event's inputs at every later event.
     """
     answer, ticket = gr.JSON(visible=False), gr.Number(visible=False)
     noted = trigger(None, list(fields), ticket, js="window.loftTicket", show_progress="hidden")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import gradio as gr
 
@@ -26,7 +27,8 @@ def clamp_sliders() -> None:
 
 
 def pass_broken_pictures() -> None:
-    """Has a file that is no picture reach the handler, which says so; by itself Gradio's field fails, and nothing is said."""
+    """Has a file that is no picture reach the handler, which says so; by itself Gradio's field fails, and nothing is
+    said."""
     if gr.Image.preprocess is not _as_sent:
         _as_sent.usual = gr.Image.preprocess
         gr.Image.preprocess = _as_sent
@@ -85,7 +87,9 @@ def given(item: Knob, value: object) -> object:
 
 def control(item: Knob, value: object, **look) -> gr.components.Component:
     """The control that suits a knob: choices, yes or no, a slider for a narrow range, a number, or text."""
-    said = dict(label=title(item), info=item.help, value=shown(item, value), elem_id=f"set-{item.name}") | look
+    said: dict[str, Any] = (
+        dict(label=title(item), info=item.help, value=shown(item, value), elem_id=f"set-{item.name}") | look
+    )
     if item.choices:
         options = ([BLANK] if item.optional else []) + list(item.choices)
         kind = gr.Radio if len(options) <= MOST_RADIO_CHOICES else gr.Dropdown
@@ -98,7 +102,7 @@ def control(item: Knob, value: object, **look) -> gr.components.Component:
     return gr.Textbox(**({"lines": lines, "max_lines": max(lines, 8)} | said))
 
 
-def _number(item: Knob, said: dict) -> gr.components.Component:
+def _number(item: Knob, said: dict[str, Any]) -> gr.components.Component:
     step = item.step or (1 if item.kind is int else 0)
     bounded = item.low is not None and item.high is not None and not item.optional
     if bounded and item.kind is float and not step:
@@ -162,7 +166,8 @@ def _is_wide(item: Knob) -> bool:
 
 
 def read(form: Form, values: Sequence, *, base=None):
-    """The config that the controls' `values` (in the order of `form.components`) mean. Raises Trouble with all that cannot be."""
+    """The config that the controls' `values` (in the order of `form.components`) mean. Raises Trouble with all that
+    cannot be."""
     known = {item.name: item for item in knobs_of(form.cls)}
     meant = {name: given(known[name], value) for name, value in zip(form.controls, values, strict=True)}
     try:
@@ -201,7 +206,8 @@ def faults(form: Form, values: Sequence) -> dict[str, str]:
 
 
 def at_fields(form: Form, troubles: Iterable[Trouble]) -> dict[str, str]:
-    """The first sentence of `troubles` for each control that one names by its `setting`; settings are called as they are on the page."""
+    """The first sentence of `troubles` for each control that one names by its `setting`; settings are called as they
+    are on the page."""
     known = {item.name: item for item in knobs_of(form.cls)}
     found: dict[str, str] = {}
     for trouble in troubles:

@@ -96,7 +96,8 @@ def count_words(number: int, noun: str, plural: str = "") -> str:
 
 
 def notice(message: str, *, kind: str = "info", detail: str = "", about: str = "") -> str:
-    """A boxed sentence; `kind` is "info", "good", "warn" or "bad". `detail` folds away; `about` is a line above: what it is about."""
+    """A boxed sentence; `kind` is "info", "good", "warn" or "bad". `detail` folds away; `about` is a line above: what
+    it is about."""
     head = f'<p class="caption">{safe(about)}</p>' if about else ""
     fold = f"<details><summary>Details</summary><pre>{safe(detail[-4000:])}</pre></details>" if detail else ""
     return f'<div class="notice {kind}" role="status">{head}<p>{safe(message)}</p>{fold}</div>' if message else ""

@@ -24,8 +24,8 @@ _last_logged: dict[tuple, float] = {}
 def guard(page: gr.Blocks) -> None:
     """Has every handler of `page` answer, whatever happens in it: with no change, and a notice that says why.
 
-    What can be foreseen is told where it belongs; this is for the rest, of which the log has the traceback. Without it a browser
-    gets an answer of 500 and shows nothing at all, at every tick anew.
+    What can be foreseen is told where it belongs; this is for the rest, of which the log has the traceback. Without it
+    a browser gets an answer of 500 and shows nothing at all, at every tick anew.
     """
     for function in page.fns.values():
         if function.fn is not None and not inspect.isgeneratorfunction(function.fn):
@@ -57,7 +57,8 @@ def why(error: Exception) -> str:
 
 
 def log_fault(error: Exception) -> None:
-    """Logs the traceback of an error that nobody foresaw, unless it was logged a short time ago: it is a bug, whatever the page made of it."""
+    """Logs the traceback of an error that nobody foresaw, unless it was logged a short time ago: it is a bug, whatever
+    the page made of it."""
     where, now = _where(error), time.monotonic()
     if now - _last_logged.get(where, -AGAIN_SECONDS) < AGAIN_SECONDS:
         return

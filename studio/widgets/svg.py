@@ -48,8 +48,8 @@ Points = Sequence[tuple[float, float]]
 
 
 def curve(points: Points, *, mean: Points, marks: Points = (), name: str, said: str = "", x_end: float = 0) -> str:
-    """Measured values over steps as a faint line, their running `mean` as a strong one and single `marks` as dots, over an axis that
-    ends at step `x_end`. `said` is the line below."""
+    """Measured values over steps as a faint line, their running `mean` as a strong one and single `marks` as dots, over
+    an axis that ends at step `x_end`. `said` is the line below."""
     points, mean, marks = (_finite(series) for series in (points, mean, marks))
     if len(points) < 2:
         return f'<div class="empty small">The {safe(name)} curve starts with the second step.</div>'
@@ -107,8 +107,8 @@ def bars(values: Sequence[tuple[str, float]], *, title: str) -> str:
 
 
 def facts(rows: Sequence[tuple[str, str]], *, tips: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Names and values in two columns; rows without a value are left out. Values are plain text. `tips`: what a name means, told
-    where the mouse rests on it."""
+    """Names and values in two columns; rows without a value are left out. Values are plain text. `tips`: what a name
+    means, told where the mouse rests on it."""
     body = "".join(
         f"<dt{_tip(tips.get(name, ''))}>{safe(name)}</dt><dd>{safe(value)}</dd>" for name, value in rows if value
     )
