@@ -135,15 +135,15 @@ def test_what_the_trainer_would_refuse_is_said_at_its_field_before_the_start(sit
     """By the model's headers, for values that are fine as such; gone when the value is."""
     choose(page, tiny_set)
     page.wait_for_selector("#train-plan .plan")
-    for _ in range(2):  # folds, and the folds inside
-        page.evaluate(OPEN_FOLDS)
-        page.wait_for_timeout(500)
     for setting, value, words in (
         ("lora_target_modules", "to_qq", "No module of dit is called 'to_qq'. There are "),
         ("quant_options", "dit:int3", "There is no quantization method 'int3'"),
         ("customized_optimizer", "adamww", "There is no optimizer called 'adamww'."),
     ):
         field = page.locator(f"#set-{setting} :is(input, textarea)").first
+        while not field.is_visible():  # a fold, and the fold inside
+            page.evaluate(OPEN_FOLDS)
+            page.wait_for_timeout(1000)
         field.fill(value)
         wait_until(lambda: page.wait_for_timeout(50) or text_below(page, f"#set-{setting}").startswith(words))  # noqa: B023
         page.wait_for_selector("#train-plan .pill.bad >> text=Not so")
