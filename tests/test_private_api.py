@@ -15,7 +15,8 @@ from backend.schema.paths import PROJECT
 PAGE = PROJECT / "docs" / "private_api.md"
 # What is private by its name, of other packages' modules. `_parameters`, `_buffers` and `_modules` of an nn.Module count too.
 PRIVATE = re.compile(
-    r"torch\._[a-z]\w*|torch\.\w+\._[a-z]\w*|torch\.\w+\.\w+\._[a-z]\w*|_C\._\w+|from (?!backend|studio)[\w.]+ import _\w+|import_utils\._\w+|Variable\._\w+"
+    r"torch\._[a-z]\w*|torch\.\w+\._[a-z]\w*|torch\.\w+\.\w+\._[a-z]\w*|_C\._\w+"
+    r"|from (?!backend|studio)[\w.]+ import _\w+|import_utils\._\w+|Variable\._\w+"
     r"|\._parameters\b|\._buffers\b|\._modules\b|\bre\._parser\b|gradio\.(?:state_holder|route_utils|routes)\b"
     r"|_files_to_close_on_error|find_packed_sequence_indices|fake_tensor\b"
 )

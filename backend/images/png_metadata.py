@@ -104,7 +104,10 @@ def read_settings(path: Path) -> Settings:
 
 
 def _settings_of(values: Any) -> Settings:
-    """The settings in what a file says, which may come from a stranger. Raises ValueError unless each is of the type it should have."""
+    """The settings in what a file says, which may come from a stranger.
+
+    Raises ValueError unless each is of the type it should have.
+    """
     values = _of(values, dict)
     said = values.get("request")
     plain = {name: value for name, value in _of(said, dict).items() if name in PLAIN and value is not None}

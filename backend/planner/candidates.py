@@ -107,7 +107,10 @@ def part_layouts(
 
 
 def text_options(terms: Terms, modes=("parked", "streamed"), *, fills: bool = True) -> list[Option]:
-    """Encoding the prompts (both, one after the other, with guidance). `fills`: blocks of a streamed encoder stay as far as there is room."""
+    """Encoding the prompts (both, one after the other, with guidance).
+
+    `fills`: blocks of a streamed encoder stay as far as there is room.
+    """
     if not terms.encoders:
         return [Option(Layout(), ())]
     each = [phase_costs.text(part, terms.point, terms.work, terms.fixed) for part in terms.encoders]
@@ -164,8 +167,10 @@ def denoise_options(terms: Terms, modes=("parked", "streamed")) -> list[Option]:
     storage = dict(work.quantized).get(terms.denoisers[0].name) if terms.denoisers else None
     if storage:
         layouts = [_quantized(terms, storage)]
-    layouts = [(replace(one, whole=work.compiled, codes=work.fp8_products), *rest) for one, *rest in layouts]
-    return [_denoised(terms, *each, apart=one) for one in apart for each in layouts]
+    layouts = [
+        (replace(one, whole=work.compiled, codes=work.fp8_products), rungs, lossy) for one, rungs, lossy in layouts
+    ]
+    return [_denoised(terms, layout, rungs, lossy, apart=one) for one in apart for layout, rungs, lossy in layouts]
 
 
 def _denoised(terms: Terms, layout: PartLayout, rungs: tuple[str, ...], lossy: int, *, apart: bool) -> Option:
@@ -238,7 +243,8 @@ def held(parts: list[PartSizes], layouts: dict[str, PartLayout], computing: str)
 
 
 def filled(parts: list[PartSizes], layout: PartLayout, room_bytes: float, computing: str) -> dict[str, PartLayout]:
-    """`layout` for each of `parts`, which are on the card together; of streamed ones as many blocks stay as there is room for, the largest part first."""
+    """`layout` for each of `parts`, which are on the card together; of streamed ones as many blocks stay as there is
+    room for, the largest part first."""
     found = {part.name: layout for part in parts}
     if layout.mode != "streamed":
         return found

@@ -27,8 +27,8 @@ ORDER = (
 
 
 def steps(chosen, terms, groups) -> tuple[PlanStep, ...]:
-    """One entry per rung, in the ladder's order, each with how many times longer the job takes than with the rungs before it alone: the
-    product of all is how many times longer it takes than without any."""
+    """One entry per rung, in the ladder's order, each with how many times longer the job takes than with the rungs
+    before it alone: the product of all is how many times longer it takes than without any."""
     rungs: dict[str, list] = {}
     for option in chosen:
         for rung in option.rungs:
@@ -38,7 +38,7 @@ def steps(chosen, terms, groups) -> tuple[PlanStep, ...]:
     return tuple(
         PlanStep(
             rung,
-            _sentence(*rung.partition(":")[::2], rungs[rung][0], layouts, terms),
+            _sentence(rung.partition(":")[0], rung.partition(":")[2], rungs[rung][0], layouts, terms),
             round(price, 3),
             rung.partition(":")[0] in LOSSY,
         )
@@ -112,7 +112,7 @@ def _waiting(layouts: dict, *, on_cpu: bool) -> str:
     places: dict[str, list[str]] = {}
     for name, layout in layouts.items():
         if layout.mode != "resident":
-            places.setdefault("on disk" if layout.home == "disk" else "in RAM", []).append(NAMES.get(name, name))
+            places.setdefault("on disk" if layout.home == "disk" else "in RAM", []).append(NAMES.get(name) or name)
     if len(places) == 1:
         return f"each waits {next(iter(places))} until its phase."
     words = []

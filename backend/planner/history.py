@@ -19,9 +19,18 @@ from backend.system.atomic_files import write_json
 
 TRAINING = "train"
 MATTERS = (  # settings of a run that its memory depends on besides
-    "use_gradient_checkpointing", "use_gradient_checkpointing_offload", "fp8_models", "offload_models", "enable_model_cpu_offload",
-    "enable_optimizer_cpu_offload", "quant_options", "customized_optimizer", "ema_decay", "gradient_accumulation_steps", "sample_prompts",
-)  # fmt: skip
+    "use_gradient_checkpointing",
+    "use_gradient_checkpointing_offload",
+    "fp8_models",
+    "offload_models",
+    "enable_model_cpu_offload",
+    "enable_optimizer_cpu_offload",
+    "quant_options",
+    "customized_optimizer",
+    "ema_decay",
+    "gradient_accumulation_steps",
+    "sample_prompts",
+)
 KEPT = 20  # last runs per device and family
 LIMIT = 2 * GIB  # a correction beyond this means another cause than context and fragments
 
@@ -41,7 +50,9 @@ def remember(
     known: dict | None = None,
     phases: dict[str, list[int]] | None = None,
 ) -> None:
-    """Keeps one run: the most bytes of live tensors, as predicted and as measured. `kind` says what ran ("generate 1024x1024", ...).
+    """Keeps one run: the most bytes of live tensors, as predicted and as measured.
+
+    `kind` says what ran ("generate 1024x1024", ...).
 
     `known`: what the run found out about its work (`known_of`); `phases`: [predicted, measured] of each.
     """
@@ -89,7 +100,10 @@ def kind_of(job) -> str:
 
 def _kind_of_request(request: GenerationRequest) -> str:
     faster = [name for name in ("step_cache", "compile", "fp8_products") if getattr(request, name)]
-    work = f"generate {request.width}x{request.height}, {request.num_inference_steps} steps, {request.count}, guidance {request.guidance > 1}"
+    work = (
+        f"generate {request.width}x{request.height}, {request.num_inference_steps} steps, {request.count}, "
+        f"guidance {request.guidance > 1}"
+    )
     edited = [f"{len(request.edit_images)} edited"] if request.edit_images else []
     return ", ".join([work, *edited, *faster])
 
@@ -121,8 +135,8 @@ def data_of(config) -> str:
 
 
 def known_of(file: Path, card: Card, family: str, config) -> dict:
-    """What the latest run on the same pictures found out about its work: fields of `Work` such as `width` and `text_tokens`. Of a request
-    nothing is."""
+    """What the latest run on the same pictures found out about its work: fields of `Work` such as `width` and
+    `text_tokens`. Of a request nothing is."""
     if isinstance(config, GenerationRequest):
         return {}
     same = (

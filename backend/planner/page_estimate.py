@@ -56,7 +56,8 @@ def estimate_for_page(
 ) -> PageEstimate:
     """`job`: a GenerationRequest or a TrainingConfig. `user`: the folder of what was measured here (`places().user`).
 
-    `known`: what looking ahead found of the job. `what_if_card`: "" for `card` itself, or "8GiB", "rtx3060", ... Raises Trouble for a model of unknown size, ValueError for an unknown card.
+    `known`: what looking ahead found of the job. `what_if_card`: "" for `card` itself, or "8GiB", "rtx3060", ... Raises
+    Trouble for a model of unknown size, ValueError for an unknown card.
     """
     preferences = preferences or Preferences()
     card = card_for(card, what_if_card, preferences)
@@ -96,8 +97,8 @@ def card_for(card: Card, what_if_card: str, preferences: Preferences) -> Card:
 
 
 def words_of(sizes: ModelSizes, *, guessed: bool, can: bool = True) -> tuple[str, ...]:
-    """Sentences about what a figure for the model of `sizes` rests on: what is guessed, counted as published, or not counted. `can`: whether
-    pictures are made with it here."""
+    """Sentences about what a figure for the model of `sizes` rests on: what is guessed, counted as published, or not
+    counted. `can`: whether pictures are made with it here."""
     found = []
     if not can:
         found.append(f"{sizes.title} cannot be drawn with here; this is what it would take.")

@@ -1,9 +1,11 @@
-"""The plan: model, card and job -> the fastest arrangement that fits, phase by phase, with its price in seconds and in exactness.
+"""The plan: model, card and job -> the fastest arrangement that fits, phase by phase, with its price in seconds and in
+exactness.
 
-`plan` is a pure function. The measures are those of the ladder: park what a phase does not need; store in FP8; stream blocks, as few as
-needed; tile the VAE; for training also checkpointing, checkpoints in RAM, an 8-bit optimizer; disk at the bottom. Every combination is
-arithmetic on a few numbers, so all are compared: of those whose likely peak fits, the fastest wins, an exact one before a lossy one
-of the same speed. With more memory more combinations fit, so a larger card is never slower.
+`plan` is a pure function. The measures are those of the ladder: park what a phase does not need; store in FP8; stream
+blocks, as few as needed; tile the VAE; for training also checkpointing, checkpoints in RAM, an 8-bit optimizer; disk at
+the bottom. Every combination is arithmetic on a few numbers, so all are compared: of those whose likely peak fits, the
+fastest wins, an exact one before a lossy one of the same speed. With more memory more combinations fit, so a larger
+card is never slower.
 """
 
 from __future__ import annotations
@@ -49,9 +51,9 @@ def plan(
 ) -> VramPlan:
     """How `job` (a request, a `TrainingConfig`, or a `Work`) is best done with this model on this card.
 
-    `spec` may be the name of a published model. `speed` and `fixed` are what is known of the machine (`speed_of`, `learnt.corrected`);
-    `folder`: tables traced here; `known`: of `Work`, found by a run. Never refuses: where nothing surely fits, `advice` says what does, and `remedy` is the same to be
-    taken.
+    `spec` may be the name of a published model. `speed` and `fixed` are what is known of the machine (`speed_of`,
+    `learnt.corrected`); `folder`: tables traced here; `known`: of `Work`, found by a run. Never refuses: where nothing
+    surely fits, `advice` says what does, and `remedy` is the same to be taken.
     """
     sizes = spec if isinstance(spec, ModelSizes) else sizes_of(spec, folder=folder)
     preferences = preferences or Preferences()
@@ -74,7 +76,8 @@ def plan(
 
 
 def surely_fits(sizes: ModelSizes, state: suggestions.State, *, fixed: Fixed, known: dict | None = None) -> bool:
-    """Whether the plan of a job on a machine is green: some way through each phase fits, and RAM holds what waits there."""
+    """Whether the plan of a job on a machine is green: some way through each phase fits, and RAM holds what waits
+    there."""
     work, own = work_of(state.job, sizes, state.card, known)
     terms = _terms(sizes, work, state.card, state.preferences, ASSUMED, fixed)
 
@@ -92,7 +95,8 @@ def surely_fits(sizes: ModelSizes, state: suggestions.State, *, fixed: Fixed, kn
 
 
 def known_of_changed(known: dict | None, job, changed) -> dict | None:
-    """What of a job's `known` holds of a changed one: sides shrink as the settings do; what follows from other settings is left out."""
+    """What of a job's `known` holds of a changed one: sides shrink as the settings do; what follows from other settings
+    is left out."""
     if not known or changed is job or isinstance(job, Work | GenerationRequest):
         return known
     before, after = to_values(job), to_values(changed)
@@ -124,7 +128,8 @@ FOLLOWS = {
 
 
 def work_of(job, sizes: ModelSizes, card: Card, known: dict | None = None) -> tuple[Work, Layout]:
-    """What `job` (a request, a `TrainingConfig`, or a `Work`) asks on `card`, and the arrangement that it names itself."""
+    """What `job` (a request, a `TrainingConfig`, or a `Work`) asks on `card`, and the arrangement that it names
+    itself."""
     if isinstance(job, GenerationRequest):
         work, own = work_of_request(job, sizes, computing=computing_of(card, sizes.family)), Layout()
     elif isinstance(job, Work):
@@ -135,7 +140,8 @@ def work_of(job, sizes: ModelSizes, card: Card, known: dict | None = None) -> tu
 
 
 def fixed_of(card: Card) -> Fixed:
-    """What this process assumes of the device: nothing on a CPU; growing segments, and cuDNN's copies, wherever torch has them."""
+    """What this process assumes of the device: nothing on a CPU; growing segments, and cuDNN's copies, wherever torch
+    has them."""
     if card.device == "cpu":
         return CPU_FIXED
     cuda = card.device.startswith("cuda")
@@ -181,19 +187,19 @@ def generation_groups(terms: Terms) -> list[list[tuple[Option, ...]]]:
     """Lists of options to combine: once with every part always on the card, once with parts taking turns."""
     in_turn = [candidates.text_options(terms), candidates.denoise_options(terms), candidates.decode_options(terms)]
     if terms.work.quantized:  # what stays is there in the phases of the others too
-        return [[[_together(terms, *each) for each in itertools.product(*in_turn)]]]
+        return [[tuple(_together(terms, *each) for each in itertools.product(*in_turn))]]
     if terms.least:
-        return [in_turn]
-    all_there = [
+        return [list(map(tuple, in_turn))]
+    all_there = tuple(
         _together(terms, *each)
         for each in itertools.product(
             candidates.text_options(terms, ("resident",)),
             candidates.denoise_options(terms, ("resident",)),
             candidates.decode_options(terms, ("resident",)),
         )
-        if not any(option.lossy for option in each)
-    ]  # to save a load is no reason to lose exactness
-    return [[all_there], in_turn]
+        if not any(option.lossy for option in each)  # to save a load is no reason to lose exactness
+    )
+    return [[all_there], list(map(tuple, in_turn))]
 
 
 def _together(terms: Terms, *each: Option) -> Option:
@@ -225,7 +231,8 @@ def _together(terms: Terms, *each: Option) -> Option:
 def _choose(groups, terms: Terms) -> tuple[tuple[Option, ...], bool, str]:
     """(options, fits, verdict): the fastest combination whose likely peak fits, else the one that needs least.
 
-    What is lossy has to be worth it: each such rung saves WORTH of the time beside the best plan without it, or nothing fits without it."""
+    What is lossy has to be worth it: each such rung saves WORTH of the time beside the best plan without it, or nothing
+    fits without it."""
     fastest: dict[frozenset[str], tuple] = {}  # lossy rungs -> the best with these
     least = None
     for group in groups:
@@ -345,7 +352,8 @@ def config_of(part: PartLayout, device: str, computing: str) -> VramConfig:
 
 
 def _limit(layout: Layout, terms: Terms) -> float | None:
-    """What blocks of a streamed part may take on the card, GiB: as many as planned, and half a block, so that it is those wherever it is counted."""
+    """What blocks of a streamed part may take on the card, GiB: as many as planned, and half a block, so that it is
+    those wherever it is counted."""
     names = [*(name for name in DENOISERS if name in layout.parts), *layout.parts]
     for name in names:
         part, kept = terms.sizes.parts[name], layout.parts[name]
@@ -361,8 +369,8 @@ def _limit(layout: Layout, terms: Terms) -> float | None:
 def plan_here(
     spec, card: Card, job, preferences: Preferences | None, *, user: Path, known: dict | None = None
 ) -> VramPlan:
-    """`plan` with what was measured on this machine: calibration and peaks in the folder `user`, traced tables beside them. `known`: of
-    `Work`, found by looking ahead."""
+    """`plan` with what was measured on this machine: calibration and peaks in the folder `user`, traced tables beside
+    them. `known`: of `Work`, found by looking ahead."""
     sizes, file = (
         spec if isinstance(spec, ModelSizes) else sizes_of(spec, folder=user / "memory"),
         user / "measured.json",

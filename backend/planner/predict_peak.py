@@ -1,4 +1,7 @@
-"""What another job takes under an arrangement that is there already: the loaded model's. Live bytes, phase by phase; no torch."""
+"""What another job takes under an arrangement that is there already: the loaded model's.
+
+Live bytes, phase by phase; no torch.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,8 @@ def _weights(layouts: dict[str, PartLayout], sizes: ModelSizes, active: set[str]
 
 
 def run_bytes(config, sizes: ModelSizes, fixed: Fixed, **known) -> dict[str, int]:
-    """Phase -> bytes of tensors alive at once on the device in a run of `config` as it is: of its step's moments, a sample, a save.
+    """Phase -> bytes of tensors alive at once on the device in a run of `config` as it is: of its step's moments, a
+    sample, a save.
 
     `known`: fields of `Work` that the run has found out (`width`, `text_tokens`, ...).
     """

@@ -1,8 +1,10 @@
-"""What would make a job fit that does not: the change that costs its user least, tried on the plan before it is told. No torch.
+"""What would make a job fit that does not: the change that costs its user least, tried on the plan before it is told.
 
-Ideas come in the order of what is lost by them: memory that others hold, what is only slower, what a preference forbids, what changes the
-result a little, a smaller job, another way to train; then a larger machine. The first that fits alone is told with the least change
-that does; else several together.
+No torch.
+
+Ideas come in the order of what is lost by them: memory that others hold, what is only slower, what a preference
+forbids, what changes the result a little, a smaller job, another way to train; then a larger machine. The first that
+fits alone is told with the least change that does; else several together.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from backend.planner.costs.layout import Work
 from backend.planner.costs.model_sizes import ModelSizes, published
@@ -18,6 +21,7 @@ from backend.schema.memory_plan import GIB, Card, Remedy
 from backend.schema.preferences import Preferences
 from backend.schema.request import GenerationRequest
 from backend.schema.settings import from_values, to_values
+from backend.schema.training.config import TrainingConfig
 
 CARDS_GIB = (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 141, 180, 192, 288)
 RAM_GIB = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -42,11 +46,12 @@ class State:
 
 @dataclass(frozen=True)
 class Idea:
-    """One way to need less: its `values`, from the least change to the greatest, what a value is in words, and what it changes."""
+    """One way to need less: its `values`, from the least change to the greatest, what a value is in words, and what it
+    changes."""
 
     values: tuple
-    words: Callable[[object], str]
-    change: Callable[[State, object], Remedy]
+    words: Callable[[Any], str]
+    change: Callable[[State, Any], Remedy]
 
 
 Fits = Callable[[State], bool]
@@ -118,7 +123,8 @@ def others_bytes(card: Card) -> int:
 
 
 def smallest(state: State, fits: Fits, *, ladder: Sequence[float] = ()) -> float | None:
-    """GiB of the smallest usual card, or RAM of a machine without one, that `state` surely fits on; None where none is large enough."""
+    """GiB of the smallest usual card, or RAM of a machine without one, that `state` surely fits on; None where none is
+    large enough."""
     ladder = ladder or (RAM_GIB if state.card.device == "cpu" else CARDS_GIB)
     low, high = 0, len(ladder)
     while low < high:
@@ -236,7 +242,7 @@ def _allowing(state: State, names: Sequence[str]) -> Iterator[Idea]:
             )
 
 
-def setting(values: Sequence, words: Callable[[object], str], change: Callable[[object], dict]) -> Idea:
+def setting(values: Sequence, words: Callable[[Any], str], change: Callable[[Any], dict]) -> Idea:
     """An idea that changes settings of the job alone."""
     return Idea(tuple(values), words, lambda _, value: Remedy((), change(value)))
 
@@ -276,7 +282,10 @@ def smaller_sizes(width: int, height: int, *, step: int) -> list[tuple[int, int]
     span = range((long - 1) // step * step, least - 1, -step)
     if len(span) > MOST_CHOICES:
         span = span[:: -(-len(span) // MOST_CHOICES)]
-    sizes = [tuple(max(step, round(side * edge / long / step) * step) for edge in (width, height)) for side in span]
+    sizes = [
+        (max(step, round(side * width / long / step) * step), max(step, round(side * height / long / step) * step))
+        for side in span
+    ]
     return [size for size in dict.fromkeys(sizes) if size != (width, height)]
 
 
@@ -292,6 +301,7 @@ def _smaller_work(job: Work, *, video: bool) -> Iterator[Idea]:
 
 
 def _training(sizes: ModelSizes, state: State) -> Iterator[Idea]:
+    assert isinstance(state.job, TrainingConfig)
     values = to_values(state.job)
     full = bool(state.job.trained_parts)
     yield from _fewer_extras(values)
@@ -304,7 +314,7 @@ def _training(sizes: ModelSizes, state: State) -> Iterator[Idea]:
             lambda value: {"quant_options": value},
         )
     yield from _optimizers(values)
-    if not full:
+    if not full and state.job.adapter_part is not None:
         yield from _adapters(sizes, values, state.job.adapter_part)
     yield from _areas(sizes, values)
     yield from _more_ram(state)
@@ -385,7 +395,7 @@ def _areas(sizes: ModelSizes, values: dict) -> Iterator[Idea]:
     said = [name for name in ("width", "height") if values.get(name)]
 
     def change(size: tuple[int, int]) -> dict:
-        sides = dict(zip(("width", "height"), size, strict=True))
+        sides: dict[str, int] = {"width": size[0], "height": size[1]}
         return {"max_pixels": size[0] * size[1]} | {name: sides[name] for name in said}
 
     if found:

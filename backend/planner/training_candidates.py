@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 from backend.catalog.quantization.methods import is_quantized
@@ -21,8 +22,10 @@ CPU_UPDATE_BYTES = 20e9  # of RAM that an update on the CPU goes through, a seco
 
 
 def groups(terms: Terms, own: Layout) -> list[list[list[Option]]]:
-    """What can be combined: encoding (encoders take turns and leave), and the steps with the samples between them. Weights that are fetched
-    all wait in one place."""
+    """What can be combined: encoding (encoders take turns and leave), and the steps with the samples between them.
+
+    Weights that are fetched all wait in one place.
+    """
     found = []
     for home in _homes(terms, own):
         here = replace(terms, homes=(home,))
@@ -41,7 +44,8 @@ def _homes(terms: Terms, own: Layout) -> tuple[str, ...]:
 
 
 def _encoding(terms: Terms, own: Layout) -> list[Option]:
-    """Encoders come from disk, do their work and leave, or are fetched block by block; what the config says of one is done with all."""
+    """Encoders come from disk, do their work and leave, or are fetched block by block; what the config says of one is
+    done with all."""
     if not terms.encoders:
         return [Option(Layout(), ())]
     can, said = (
@@ -71,7 +75,8 @@ def _fetched(terms: Terms, storages: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _leaving(option: Option, terms: Terms) -> Option:
-    """Encoding as a phase of a run: what it waits for is the disk, however its weights are kept then; and they go when it is done."""
+    """Encoding as a phase of a run: what it waits for is the disk, however its weights are kept then; and they go when
+    it is done."""
     computing, home = terms.work.computing, "ram" if option.off_card_bytes else DISK
     read = sum(part.bytes(computing, computing) for part in terms.encoders)
     more = phase_costs.move_seconds(read, DISK, terms.speed) - phase_costs.move_seconds(read, home, terms.speed)
@@ -97,9 +102,12 @@ def _encode_pictures(terms: Terms) -> Option:
     return Option(Layout({"vae": layout}), (phase,))
 
 
-def step_options(terms: Terms, own: Layout, *, beside: list[PartSizes] = (), fills: bool = False) -> list[Option]:
-    """Every allowed way to take a step. `beside`: parts that must be on the card too (a text encoder that trains). `fills`: of blocks that are
-    fetched as many stay as there is room for, unless the config says how many; else as many as it says."""
+def step_options(terms: Terms, own: Layout, *, beside: Sequence[PartSizes] = (), fills: bool = False) -> list[Option]:
+    """Every allowed way to take a step.
+
+    `beside`: parts that must be on the card too (a text encoder that trains). `fills`: of blocks that are fetched as
+    many stay as there is room for, unless the config says how many; else as many as it says.
+    """
     can, on_cpu = terms.work.can, terms.fixed.on_cpu
     checkpoints = {(own.checkpointed, own.checkpoints_in_ram)}
     if "use_gradient_checkpointing" in can:
@@ -157,7 +165,7 @@ def _kept_layouts(terms: Terms, own: Layout) -> list[tuple[PartLayout, tuple[str
     fetched = list(
         candidates.part_layouts(replace(terms, storages=_fetched(terms, terms.storages)), modes=("streamed",))
     )
-    fetched = [(replace(layout, on_card=max(said.on_card, 0)), *rest) for layout, *rest in fetched]
+    fetched = [(replace(layout, on_card=max(said.on_card, 0)), rungs, lossy) for layout, rungs, lossy in fetched]
     if said.mode == "streamed":
         return fetched
     here = list(candidates.part_layouts(terms, modes=("resident",)))
@@ -167,7 +175,8 @@ def _kept_layouts(terms: Terms, own: Layout) -> list[tuple[PartLayout, tuple[str
 
 
 def _filled(terms: Terms, own: Layout, bare: Option, again) -> list[Option]:
-    """A fetched denoiser with as many blocks staying as its highest phase leaves room for; `again(layout)` is the option with that layout."""
+    """A fetched denoiser with as many blocks staying as its highest phase leaves room for; `again(layout)` is the
+    option with that layout."""
     part, said = terms.denoisers[0], own.parts.get("dit", PartLayout(storage="", on_card=-1)).on_card
     kept = bare.layout.parts[part.name]
     if kept.mode != "streamed" or (bare.high <= terms.budget_bytes) == (said >= 0):
@@ -234,7 +243,10 @@ def _step(terms: Terms, layout: Layout, kept: PartLayout, rungs, lossy: int, bes
 
 
 def _decoder_bytes(terms: Terms, layout: Layout) -> int:
-    """Of the autoencoder between samples and in one. Where it is fetched block by block: of its largest blocks and what lies around them."""
+    """Of the autoencoder between samples and in one.
+
+    Where it is fetched block by block: of its largest blocks and what lies around them.
+    """
     whole = terms.sizes.parts["vae"].bytes(terms.work.decoder_dtype, terms.work.decoder_dtype)
     away = layout.parts.get("vae", PartLayout()).mode == "streamed"
     return int(DECODER_SHARE * whole) if away else whole
@@ -307,13 +319,15 @@ def sample_point(terms: Terms) -> dict:
 
 
 def _returning(part: PartSizes, kept: PartLayout) -> float:
-    """The share of the fetched blocks that a pass brings: where forwards turn to backwards, and back, the last two are there still."""
+    """The share of the fetched blocks that a pass brings: where forwards turn to backwards, and back, the last two are
+    there still."""
     fetched = len(part.blocks) - kept.on_card
     return max(fetched - STAGING_BUFFERS, 0) / max(fetched, 1)
 
 
 def settings(layout: Layout, terms: Terms, own: Layout) -> dict[str, object]:
-    """Knobs of `TrainingConfig` that take this arrangement; only such as the config has and does not say itself (`own`)."""
+    """Knobs of `TrainingConfig` that take this arrangement; only such as the config has and does not say itself
+    (`own`)."""
     wanted: dict[str, object] = {
         "use_gradient_checkpointing": layout.checkpointed,
         "use_gradient_checkpointing_offload": layout.checkpoints_in_ram,

@@ -1,4 +1,5 @@
-"""What a step of a training run takes beside weights and states, in each of its moments: forward, backward, optimizer."""
+"""What a step of a training run takes beside weights and states, in each of its moments: forward, backward,
+optimizer."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ MATERIAL_BYTES = 512  # of a token's latents and noise, which a step keeps
 
 
 def working(terms: Terms, layout: Layout) -> tuple[Working, int, dict[str, int]]:
-    """What a step takes beside weights, gradients and states; bytes of checkpoints among it; and of each of its moments, gradients included."""
+    """What a step takes beside weights, gradients and states; bytes of checkpoints among it; and of each of its
+    moments, gradients included."""
     part, work, grads = terms.denoisers[0], terms.work, gradient_bytes(terms.work)
     if terms.fixed.on_cpu and (found := cpu_training.step(part, terms.point, work, layout)) is not None:
         earlier = grads if work.accumulates else 0
@@ -48,7 +50,8 @@ def _updating(part: PartSizes, work: Work, layout: Layout) -> int:
 
 
 def _last_gradients(part: PartSizes, work: Work, layout: Layout) -> int:
-    """Bytes of gradients of whole blocks, or of their adapters, that are not there yet while the last are gone through backwards."""
+    """Bytes of gradients of whole blocks, or of their adapters, that are not there yet while the last are gone through
+    backwards."""
     if work.targets != "full":
         return (
             gradient_bytes(work) // max(len(part.blocks), 1) if layout.checkpointed and part.name in work.trained else 0
@@ -82,6 +85,6 @@ def largest_trained(part: PartSizes, work: Work) -> int:
 
 
 def _least_beside(working: Working, ends: int, updating: int, later: int) -> Working:
-    """What is needed beside weights, gradients and states: where backward begins (`later` bytes of gradients are not there yet),
-    elsewhere (`ends`), or while the optimizer updates."""
+    """What is needed beside weights, gradients and states: where backward begins (`later` bytes of gradients are not
+    there yet), elsewhere (`ends`), or while the optimizer updates."""
     return Working(*(max(value - later, ends, updating, 0) for value in (working.live, working.least, working.likely)))

@@ -1,14 +1,16 @@
-"""Answers about a model, a job and a machine: the largest picture, batch and rank, the smallest machine, seconds, disk, and what more free
-memory would do. Each is tried on the plan, so what is told fits; some tens of plans, so nothing asks for it at a keystroke. No torch.
+"""Answers about a model, a job and a machine: the largest picture, batch and rank, the smallest machine, seconds, disk,
+and what more free memory would do. Each is tried on the plan, so what is told fits; some tens of plans, so nothing asks
+for it at a keystroke. No torch.
 """
 
 from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from backend.planner import suggestions
 from backend.planner.costs.layout import Work
@@ -17,6 +19,7 @@ from backend.planner.suggestions import Fits, State
 from backend.schema.memory_plan import GIB, Card, Remedy, VramPlan
 from backend.schema.request import GenerationRequest
 from backend.schema.settings import knobs_of, to_values
+from backend.schema.training.config import TrainingConfig
 from backend.schema.untrusted import exists
 
 LARGEST_SIDE = 8192
@@ -43,9 +46,12 @@ def answers(
     disk_free: tuple[int, str] | None = None,
     num_steps: int | None = None,
 ) -> tuple[Answer, ...]:
-    """What is worth knowing about the plan `found` of `state`. `fits` as for `remedy.find`; `plan_of` plans another state.
+    """What is worth knowing about the plan `found` of `state`.
 
-    `more_gib`: of memory that would be free besides; `disk_free`: bytes, and where; `num_steps`: of a run, where its dataset was read.
+    `fits` as for `remedy.find`; `plan_of` plans another state.
+
+    `more_gib`: of memory that would be free besides; `disk_free`: bytes, and where; `num_steps`: of a run, where its
+    dataset was read.
     """
     job, told = state.job, [_largest_picture(state, fits)]
     if not isinstance(job, Work | GenerationRequest):
@@ -55,7 +61,7 @@ def answers(
     return tuple(filter(None, told))
 
 
-def _most(values, state: State, change: Callable[[object], dict], fits: Fits):
+def _most(values: Sequence[Any], state: State, change: Callable[[Any], dict], fits: Fits) -> Any:
     """The last of ascending `values` with which the job fits; None where even the first does not."""
     low, high = -1, len(values) - 1
     while low < high:
@@ -82,12 +88,12 @@ def _largest_picture(state: State, fits: Fits) -> Answer:
         said = [name for name in ("width", "height") if values.get(name)]
 
         def change(size: tuple[int, int]) -> dict:
-            sides = dict(zip(("width", "height"), size, strict=True))
+            sides: dict[str, int] = {"width": size[0], "height": size[1]}
             return {"max_pixels": size[0] * size[1]} | {name: sides[name] for name in said}
 
     long = max(width, height)
     sizes = [
-        tuple(max(step, round(side * edge / long / step) * step) for edge in (width, height))
+        (max(step, round(side * width / long / step) * step), max(step, round(side * height / long / step) * step))
         for side in range(64, LARGEST_SIDE + 1, step)
     ]
     size = _most(sizes, state, change, fits)
@@ -105,9 +111,9 @@ def _largest_batch(state: State, fits: Fits) -> Answer:
 
 
 def _largest_rank(state: State, fits: Fits) -> Answer | None:
-    if state.job.adapter_part is None:
+    if not isinstance(state.job, TrainingConfig) or state.job.adapter_part is None:
         return None
-    limit = next(int(one.high) for one in knobs_of(type(state.job)) if one.name == "lora_rank")
+    limit = next(int(one.high or 1) for one in knobs_of(type(state.job)) if one.name == "lora_rank")
     most = _most(range(1, limit + 1), state, lambda rank: {"lora_rank": rank}, fits)
     if most is None:
         return Answer("rank", "No rank fits, not even 1.", {})
@@ -147,7 +153,8 @@ def _time(seconds: float) -> str:
 
 
 def _disk(found: VramPlan, job, disk_free: tuple[int, str] | None) -> Answer:
-    """The model's files, and what a run writes: one result, the states that it keeps, encodings of a hundred pictures."""
+    """The model's files, and what a run writes: one result, the states that it keeps, encodings of a hundred
+    pictures."""
     needed, words = found.disk_bytes, f"{_size(found.disk_bytes)} of model files"
     if "state" in found.disk:
         keeps = int(to_values(job).get("keep_checkpoints") or 0) if not isinstance(job, Work) else job.keeps_states

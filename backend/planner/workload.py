@@ -215,7 +215,7 @@ def idle_numel(part: PartSizes, chosen: Sequence[str], rank: int, *, algorithm: 
     idle = [name for name in chosen or part.linears if _ends_in(name, ends)]
     return sum(
         numbers_of(algorithm, rank, rows, columns) if chosen else rows * (columns + 1)
-        for rows, columns, _ in map(part.linears.get, idle)
+        for rows, columns, _ in (part.linears[name] for name in idle)
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")
 DTYPE_BYTES = {
@@ -102,8 +103,8 @@ class Remedy:
     """A change with which a job that does not fit surely does."""
 
     words: tuple[str, ...] = ()
-    settings: dict[str, object] = field(default_factory=dict)  # knobs of the request or the run
-    preferences: dict[str, object] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # knobs of the request or the run
+    preferences: dict[str, Any] = field(default_factory=dict)
     freed_bytes: int = 0  # of what other programs hold
     ram_gib: float = 0.0  # of a machine with more RAM
     card_gib: float = 0.0  # of a larger card

@@ -38,7 +38,8 @@ class GenerationRequest:
     )
     edit_images: tuple[str, ...] = knob(
         (),
-        help="Pictures that a model that edits works from (files). Some take one, others several, which the prompt calls "
+        help="Pictures that a model that edits works from (files). Some take one, others several, which the prompt "
+        "calls "
         "“Picture 1”, “Picture 2” and so on.",
         label="Pictures to edit",
     )

@@ -1,7 +1,8 @@
 """Reads what others may have written: files, JSON and paths that nobody vouches for, in bounded time and memory.
 
-Downloads, run folders, pictures and what a crash or an editor left may hold anything. What cannot be read is one `Trouble` or a
-plain "no"; never an error of the system's, a process that hangs on a pipe, or a page that cannot be sent.
+Downloads, run folders, pictures and what a crash or an editor left may hold anything. What cannot be read is one
+`Trouble` or a plain "no"; never an error of the system's, a process that hangs on a pipe, or a page that cannot be
+sent.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ Kind = TypeVar("Kind")
 
 
 def is_file(path: FileName) -> bool:
-    """Whether `path` is a regular file (links followed). False for devices, pipes and sockets, and for a name that no file can have."""
+    """Whether `path` is a regular file (links followed).
+
+    False for devices, pipes and sockets, and for a name that no file can have.
+    """
     return _is(path, stat.S_ISREG)
 
 
@@ -55,10 +59,11 @@ def _is(path: FileName, kind) -> bool:
 
 
 def known_file(path: FileName, folders: Iterable[FileName]) -> Path | None:
-    """The regular file called `path`, if it lies in one of `folders` or below, links followed; a relative name is looked for in each of them.
+    """The regular file called `path`, if it lies in one of `folders` or below, links followed; a relative name is
+    looked for in each of them.
 
-    What lies elsewhere is not asked for at all: neither opened nor resolved nor stat-ed. So a network share, a device or a pipe
-    is never touched because a stranger wrote its name down.
+    What lies elsewhere is not asked for at all: neither opened nor resolved nor stat-ed. So a network share, a device
+    or a pipe is never touched because a stranger wrote its name down.
     """
     return next((found for found in _inside(path, folders) if is_file(found)), None)
 
@@ -69,7 +74,10 @@ def known_entry(path: FileName, folders: Iterable[FileName]) -> Path | None:
 
 
 def is_inside(path: FileName, folders: Iterable[FileName]) -> bool:
-    """Whether `path` lies in one of `folders` or below, or is one, links followed. Paths elsewhere are not looked at."""
+    """Whether `path` lies in one of `folders` or below, or is one, links followed.
+
+    Paths elsewhere are not looked at.
+    """
     return any(True for _ in _inside(path, folders))
 
 
@@ -104,26 +112,34 @@ def name_of(path: object) -> str:
 
 
 def unnamed(names: Iterable[FileName]) -> list[str]:
-    """Those of the names that are not in UTF-8, fit to be shown: no page and no JSON file could give one of them back as it is."""
+    """Those of the names that are not in UTF-8, fit to be shown: no page and no JSON file could give one of them back
+    as it is."""
     return [name_of(name) for name in names if not is_printable(os.fspath(name))]
 
 
 def left_out_words(names: Iterable[str], where: object = "") -> str:
-    """A sentence about entries of a folder that are left out because of their names, as `unnamed` gives them; "" where there are none."""
+    """A sentence about entries of a folder that are left out because of their names, as `unnamed` gives them; "" where
+    there are none."""
     found = sorted(names)
     if not found:
         return ""
     place = f" in {name_of(where)}" if where else ""
     one = len(found) == 1
     some = f"{found[0]}{place} is" if one else f"{len(found)} entries{place} ({found[0]} is one) are"
-    return f"{some} left out: {'its name is' if one else 'their names are'} not in UTF-8. Rename {'it' if one else 'them'}."
+    return (
+        f"{some} left out: {'its name is' if one else 'their names are'} not in UTF-8. Rename "
+        f"{'it' if one else 'them'}."
+    )
 
 
 # Files
 
 
 def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
-    """The content of a regular file. Raises Trouble("unreadable") for anything else, and for one with more than `most` bytes."""
+    """The content of a regular file.
+
+    Raises Trouble("unreadable") for anything else, and for one with more than `most` bytes.
+    """
     try:
         seen = os.stat(path)
         if not stat.S_ISREG(seen.st_mode):

@@ -24,10 +24,13 @@ RENAME_TRIES, RENAME_WAIT_SECONDS = 25, 0.02  # on Windows
 
 @contextlib.contextmanager
 def replacing(path: Path, *, private: bool = False, durable: bool = True, synced: bool = True) -> Iterator[Path]:
-    """A temporary path beside `path` to write to; at the end it is synced and renamed to `path`. On any error it is removed.
+    """A temporary path beside `path` to write to; at the end it is synced and renamed to `path`.
 
-    Makes the folder. A `private` file is readable by its owner alone (mode 0600) from its first byte on. `durable`: the folder's list of names is synced too, so that the new name outlives a power cut.
-    `synced` False: neither is, for a cache that may be torn then. Raises OSError as writing does.
+    On any error it is removed.
+
+    Makes the folder. A `private` file is readable by its owner alone (mode 0600) from its first byte on. `durable`: the
+    folder's list of names is synced too, so that the new name outlives a power cut. `synced` False: neither is, for a
+    cache that may be torn then. Raises OSError as writing does.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_of(path)

@@ -106,8 +106,8 @@ def write_record(path: Path, process: Process, **more: object) -> None:
 def read_record(path: Path) -> tuple[Process, dict] | None:
     """The process and the further values in a `process.json`; None if there is none that can be read.
 
-    The file decides nothing by itself: it may have come with a folder from elsewhere. `processes.child` says whether the
-    process is ours.
+    The file decides nothing by itself: it may have come with a folder from elsewhere. `processes.child` says whether
+    the process is ours.
     """
     try:
         values = read_object(path, most=MOST_RECORD_BYTES)

@@ -27,6 +27,8 @@ def listed_paths(text: str | None, setting: str = "model_paths") -> list[list[st
         return []
     try:
         listed = parse_json(text) if text.lstrip().startswith(("[", '"')) else [text]
+        if not isinstance(listed, str | list):
+            raise ValueError("neither a file nor a list")
         groups = [
             [entry] if isinstance(entry, str) else list(entry)
             for entry in ([listed] if isinstance(listed, str) else listed)

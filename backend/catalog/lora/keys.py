@@ -345,8 +345,10 @@ def plain(stem: str) -> str:
 
 
 def is_adapter(keys: Iterable[str]) -> bool:
-    """Whether these are a LoRA's keys: adapter tensors, and hardly anything beside them. Biases without their weights are
-    no sign of a model: PEFT saves all of them for `bias="all"`."""
+    """Whether these are a LoRA's keys: adapter tensors, and hardly anything beside them.
+
+    Biases without their weights are no sign of a model: PEFT saves all of them for `bias="all"`.
+    """
     keys = tuple(keys)
     there = frozenset(keys)
     scales = scales_of(there)

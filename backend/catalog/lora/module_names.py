@@ -74,7 +74,8 @@ FIRST = r"lora_te1_|(?!lora_te)"  # the prefix of the first of several encoders
 
 
 def families_of_encoders(texts: Iterable[tuple[str, str, int]], families: Iterable[Family]) -> tuple[str, ...]:
-    """The families whose text encoders have every one of `texts` (prefix, flattened name, input width); none for none of them."""
+    """The families whose text encoders have every one of `texts` (prefix, flattened name, input width); none for none
+    of them."""
     texts = tuple(texts)
     found = (family.NAME for family in families if texts and all(_is_of(family, *one) for one in texts))
     return tuple(sorted(found))

@@ -155,7 +155,8 @@ def _files(
 ) -> Iterator[tuple[Path, os.stat_result]]:
     """Files with these suffixes in the folders and below, the nearest first, each once, whatever links there are.
 
-    Each folder is looked through for so many entries and so long; a link to a folder in which it lies itself is not followed. `left_out` gets a sentence for each that is not looked through to its end.
+    Each folder is looked through for so many entries and so long; a link to a folder in which it lies itself is not
+    followed. `left_out` gets a sentence for each that is not looked through to its end.
     """
     seen: set[tuple[int, int]] = set()
     for root in map(Path, folders):
@@ -210,7 +211,10 @@ def _identities(folder: Path) -> Iterator[tuple[int, int]]:
 def _too_much(root: Path, count: int) -> Trouble:
     return Trouble(
         "too_much",
-        f"There is more in {name_of(root)} than is looked through at a time: {count} files and folders, and more. What was found is listed.",
+        (
+            f"There is more in {name_of(root)} than is looked through at a time: {count} files and folders, and more. "
+            "What was found is listed."
+        ),
         hint="Name the folder with the files itself, or take links to large folders away.",
     )
 
@@ -218,7 +222,10 @@ def _too_much(root: Path, count: int) -> Trouble:
 def _leads_up(root: Path, name: str) -> Trouble:
     return Trouble(
         "not_followed",
-        f"{name_of(name)} is a link to a folder in which {name_of(root)} itself lies, so what is there is not looked through.",
+        (
+            f"{name_of(name)} is a link to a folder in which {name_of(root)} itself lies, so what is there is not "
+            "looked through."
+        ),
         hint="Let it lead to the folder with the files, or remove it.",
     )
 

@@ -81,8 +81,9 @@ def _tokenizer(folder: str, stamp: tuple) -> tuple | None:
 
 
 def _tried(act: Callable[[], Found]) -> Found | None:
-    """What `act` gives, or None where the library fails: with `Exception` itself for a file that is none of a tokenizer's or a text that this
-    one does not take, and with what is no `Exception` where its own code, which is not Python, gives up on a file that it has taken."""
+    """What `act` gives, or None where the library fails: with `Exception` itself for a file that is none of a
+    tokenizer's or a text that this one does not take, and with what is no `Exception` where its own code, which is not
+    Python, gives up on a file that it has taken."""
     try:
         return act()
     except Exception:

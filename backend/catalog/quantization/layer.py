@@ -59,7 +59,7 @@ class Layer:
 
     @property
     def stored(self) -> TensorAt:
-        """`weight`, of a layer that is known to have one (every form checks that before it looks at dtype and shape)."""
+        """`weight`, of a layer that is known to have one: every form checks that before it looks at dtype and shape."""
         return self.tensors["weight"]
 
     @property

@@ -1,4 +1,5 @@
-"""Working memory of a training run on a CPU: other kernels run there than on a card, and for short sequences another attention."""
+"""Working memory of a training run on a CPU: other kernels run there than on a card, and for short sequences another
+attention."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from backend.planner.costs.training_method import Method, method_of
 
 
 def step(part: PartSizes, point: dict, work: Work, layout: Layout) -> dict[str, int] | None:
-    """Live bytes of a run's step on a CPU, gradients among them, beside weights and states: "forward", and where the backward pass
-    "begins" and "ends". None where no table has the attention that would run."""
+    """Live bytes of a run's step on a CPU, gradients among them, beside weights and states: "forward", and where the
+    backward pass "begins" and "ends". None where no table has the attention that would run."""
     found, factor, name = _first(part, required_traces.step_names(part, point, work, layout))
     if found is None:
         return None
@@ -24,7 +25,10 @@ def step(part: PartSizes, point: dict, work: Work, layout: Layout) -> dict[str, 
 
 
 def sample(part: PartSizes, point: dict, work: Work, pictures: int, *, step: dict) -> int | None:
-    """Live bytes of a pass of a sample at `point` on a CPU; `pictures` 2: both halves of guidance. The attention is that of the run's `step`."""
+    """Live bytes of a pass of a sample at `point` on a CPU; `pictures` 2: both halves of guidance.
+
+    The attention is that of the run's `step`.
+    """
     found, factor, _ = _first(part, required_traces.sample_names(part, step, work))
     if found is None:
         return None
@@ -43,7 +47,8 @@ def _first(part: PartSizes, names: tuple[str, ...]) -> tuple[dict | None, float,
 
 
 def _besides(part: PartSizes, point: dict, work: Work, name: str, section: str) -> float:
-    """Roughly what a method takes more than a lean LoRA, whose form `name` stands in for its own that was not traced yet."""
+    """Roughly what a method takes more than a lean LoRA, whose form `name` stands in for its own that was not traced
+    yet."""
     wanted = method_of(work.method)
     if "@" in name or wanted == Method() or section == "ends":
         return 0.0

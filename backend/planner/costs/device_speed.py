@@ -1,4 +1,7 @@
-"""How fast a device computes and moves: measured once on this machine, or assumed from its name. Always spoken of as a range."""
+"""How fast a device computes and moves: measured once on this machine, or assumed from its name.
+
+Always spoken of as a range.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,8 @@ ASSUMED_CPU = Speed(
 
 
 def what_if(text: str, *, ram_gib: float = 64.0, reserve_gib: float = 0.6) -> tuple[Card, Speed]:
-    """A card that is not here: "12GiB", "12", a name such as "rtx3060", "a100 40gb" or "RTX 4070 Laptop"; "cpu" is a machine without one.
+    """A card that is not here: "12GiB", "12", a name such as "rtx3060", "a100 40gb" or "RTX 4070 Laptop"; "cpu" is a
+    machine without one.
 
     Raises ValueError for an unknown one, with the names that are written most alike."""
     word = "".join(text.lower().split())
@@ -76,8 +80,17 @@ def speed_named(card: gpu_table.CardFacts) -> Speed:
 
 def _without_card(ram_gib: float) -> Card:
     total, free = int(ram_gib * GIB), int(ram_gib * GIB * 0.85)
-    return Card("cpu", "a CPU", total, free, reserve_bytes=min(total // 16, GIB), ram_total_bytes=total, ram_free_bytes=free,
-                dtypes=tuple(one for one in DTYPES if one != "float16"), measured=False)  # fmt: skip
+    return Card(
+        "cpu",
+        "a CPU",
+        total,
+        free,
+        reserve_bytes=min(total // 16, GIB),
+        ram_total_bytes=total,
+        ram_free_bytes=free,
+        dtypes=tuple(one for one in DTYPES if one != "float16"),
+        measured=False,
+    )
 
 
 def _card(name: str, gib: float, ram_gib: float, reserve_gib: float) -> Card:
@@ -141,6 +154,9 @@ def remember(card: Card, speed: Speed, file: Path) -> None:
 
 
 def device_key(card: Card) -> str:
-    """What a device is remembered by. A machine has one CPU and one Apple GPU, which are called differently by different libraries."""
+    """What a device is remembered by.
+
+    A machine has one CPU and one Apple GPU, which are called differently by different libraries.
+    """
     kind = card.device.partition(":")[0]
     return kind if kind in ("cpu", "mps") else f"{kind}/{card.name}"

@@ -1,4 +1,5 @@
-"""What a job has on disk: the model's files; of a training run also its results, its full states and the encodings that it keeps. No torch."""
+"""What a job has on disk: the model's files; of a training run also its results, its full states and the encodings that
+it keeps. No torch."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ PICTURES = 100  # whose encodings the sentence tells
 
 
 def on_disk(sizes: ModelSizes, point: dict, work: Work, layout: Layout) -> dict[str, int]:
-    """Bytes of the "model"; of training one "result", one full "state" (weights, moments, running mean) and what is kept of one "picture"
-    with its caption, 0 where nothing is. Names in the files are not counted (some kilobytes)."""
+    """Bytes of the "model"; of training one "result", one full "state" (weights, moments, running mean) and what is
+    kept of one "picture" with its caption, 0 where nothing is. Names in the files are not counted (some kilobytes)."""
     found = {"model": sizes.file_bytes}
     if work.targets:
         moments = int(layout.state_bytes * (work.trained_numel - work.idle_numel))
@@ -27,8 +28,11 @@ def on_disk(sizes: ModelSizes, point: dict, work: Work, layout: Layout) -> dict[
 
 
 def _encoded(part: PartSizes, point: dict, work: Work) -> int:
-    """Latents in float32, as the trainer's autoencoder gives them, and the caption's embeddings. The narrowest layer around the blocks
-    gives a token's latents; the widest of those that read text, a word's embedding."""
+    """Latents in float32, as the trainer's autoencoder gives them, and the caption's embeddings.
+
+    The narrowest layer around the blocks gives a token's latents; the widest of those that read text, a word's
+    embedding.
+    """
     latents = min((rows for rows, _ in part.outside.values()), default=64)
     words = max((columns for name, (_, columns) in part.outside.items() if READS_TEXT.search(name)), default=0)
     return 4 * point["n"] * latents + DTYPE_BYTES[work.computing] * point["t"] * words

@@ -1,11 +1,13 @@
 """What the makers say of each card: dense 16-bit products and memory bandwidth, by its exact name. No torch.
 
-Sources: NVIDIA's architecture whitepapers (Pascal, Volta, Turing, GA102, Ada, Hopper, RTX Blackwell) and the datasheets of its workstation
-and data-center cards; AMD's product pages and the Instinct datasheets; Intel's specifications of Arc and Data Center GPUs; Apple's
-GPU cores and clocks, bandwidth as Apple states it. Laptop cards by cores and the highest boost clock, which a thin laptop does not hold.
+Sources: NVIDIA's architecture whitepapers (Pascal, Volta, Turing, GA102, Ada, Hopper, RTX Blackwell) and the datasheets
+of its workstation and data-center cards; AMD's product pages and the Instinct datasheets; Intel's specifications of Arc
+and Data Center GPUs; Apple's GPU cores and clocks, bandwidth as Apple states it. Laptop cards by cores and the highest
+boost clock, which a thin laptop does not hold.
 
-Teraflops are those of matrix units without sparsity, accumulated in 32 bits: GeForce cards do these at half the rate of their 16-bit
-accumulation, workstation and data-center cards at the full one. Cards without matrix units have those of their shaders.
+Teraflops are those of matrix units without sparsity, accumulated in 32 bits: GeForce cards do these at half the rate of
+their 16-bit accumulation, workstation and data-center cards at the full one. Cards without matrix units have those of
+their shaders.
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ class CardFacts:
     dtypes: tuple[str, ...] = DTYPES
 
 
-# What networks reach of the maker's figure: FLUX.1-dev on an A100 takes 0.49 of it, Qwen-Image-Edit on an H200 0.57, Z-Image-Turbo
-# on an RTX 3090, whose figure is that of half-rate accumulation, 0.93 (published runs; docs/plan.md). The range begins at the best.
+# What networks reach of the maker's figure: FLUX.1-dev on an A100 takes 0.49 of it, Qwen-Image-Edit on an H200 0.57,
+# Z-Image-Turbo on an RTX 3090, whose figure is that of half-rate accumulation, 0.93 (published runs; docs/plan.md). The
+# range begins at the best.
 HALF, FULL, SHADERS, OTHERS = 1.0, 0.58, 0.8, 0.45
 
 # GiB, TFLOP/s, GB/s; a group: PCIe GB/s, share, device, dtypes
@@ -156,7 +159,8 @@ def known() -> dict[str, CardFacts]:
 
 @lru_cache(maxsize=1)
 def spellings() -> dict[str, CardFacts]:
-    """Every way to say a known card: as drivers do, and without words that people leave out, where that names one card alone."""
+    """Every way to say a known card: as drivers do, and without words that people leave out, where that names one card
+    alone."""
     found, short = dict(known()), {}
     for key, card in known().items():
         words = [word for word in re.split(r"[^a-z0-9]+", card.name.lower()) if word]

@@ -1,4 +1,5 @@
-"""What is asked of a model, how its parts may lie, and what a process holds besides: the numbers that bytes and seconds depend on."""
+"""What is asked of a model, how its parts may lie, and what a process holds besides: the numbers that bytes and seconds
+depend on."""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ class Fixed:
     on_cpu: bool = False  # whose kernels and attention run
 
     def corrected(self, live: int) -> int:
-        """`live` bytes with what was learnt: half of them at most, since what a large job took besides says little of a small one."""
+        """`live` bytes with what was learnt: half of them at most, since what a large job took besides says little of a
+        small one."""
         return live + max(-live // 2, min(live // 2, self.learnt_bytes))
 
     def correction(self, corrected: int) -> int:

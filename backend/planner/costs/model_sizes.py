@@ -1,6 +1,7 @@
 """How many bytes the weights of a part are, whole and by block, in the dtypes that a plan may store them in. No torch.
 
-Sizes come from a model's own headers, or, for a model that is not there yet, from what is published of it (`assets/memory`).
+Sizes come from a model's own headers, or, for a model that is not there yet, from what is published of it
+(`assets/memory`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import weakref
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from backend.catalog.quantization.methods import is_quantized
 from backend.catalog.spec import ModelSpec, PartSpec
@@ -38,7 +40,8 @@ EMBEDDING = re.compile(
 
 @dataclass(frozen=True)
 class Numbers:
-    """Parameters of a block: in matrices (what FP8 stores), in what stays in the computing dtype, in what stays float32."""
+    """Parameters of a block: in matrices (what FP8 stores), in what stays in the computing dtype, in what stays
+    float32."""
 
     matrix: int = 0
     rest: int = 0
@@ -69,7 +72,10 @@ class PartSizes:
 
     @lru_cache(maxsize=4096)  # noqa: B019 (parts are few and live as long as their models are listed)
     def bytes(self, storage: str, computing: str) -> int:
-        """All weights, blocks stored as `storage`. What lies around the blocks is never stored in FP8; rounding reaches all linear layers."""
+        """All weights, blocks stored as `storage`.
+
+        What lies around the blocks is never stored in FP8; rounding reaches all linear layers.
+        """
         if is_quantized(storage):
             around = ((name, rows, columns, 1) for name, (rows, columns) in self.outside.items())
             layers = (*((name, *size) for name, size in self.linears.items()), *around)
@@ -115,7 +121,8 @@ class PartSizes:
 
 
 def spread(count: int, chosen: int) -> tuple[int, ...]:
-    """`chosen` of the numbers below `count`, evenly spaced, as the engine keeps them: transfers then hide behind the blocks in between."""
+    """`chosen` of the numbers below `count`, evenly spaced, as the engine keeps them: transfers then hide behind the
+    blocks in between."""
     return tuple(index for index in range(count) if (index + 1) * chosen // count > index * chosen // count)
 
 
@@ -141,15 +148,16 @@ class ModelSizes:
 
 
 def compute_dtypes(family: str) -> tuple[str, ...]:
-    """The data types that networks of a family compute in without overflow, the best first: activations of some leave float16's range."""
+    """The data types that networks of a family compute in without overflow, the best first: activations of some leave
+    float16's range."""
     return by_name(family).COMPUTE_DTYPES
 
 
 def fingerprint(kind: str, shapes: dict[str, tuple], blocks: tuple[str, ...], flags: tuple[str, ...] = ()) -> str:
     """A short word for networks alike in everything but depth.
 
-    `shapes`: parameter name -> shape. Of the module lists `blocks` the first members alone count. `flags`: settings of the class
-    that change what it computes and not what it stores.
+    `shapes`: parameter name -> shape. Of the module lists `blocks` the first members alone count. `flags`: settings of
+    the class that change what it computes and not what it stores.
     """
     kept = []
     for name, shape in shapes.items():
@@ -280,7 +288,7 @@ def _known_by_family() -> str:
 def _published_part(family: str, name: str, said: dict, folder: Path | None) -> PartSizes:
     kind = said["network"].partition(":")[2]
     facts = published()["networks"][kind]
-    depths = {block: _inner(said["config"], key) for block, key in facts["blocks"].items()}
+    depths: dict[str, int] = {block: _inner(said["config"], key) for block, key in facts["blocks"].items()}
     described = by_name(family).PARTS.get(name)
     if described is not None and described.taps:  # blocks above the last layer that is used are not loaded
         depths = {block: described.blocks_below_taps(depth) for block, depth in depths.items()}
@@ -307,7 +315,7 @@ def _published_part(family: str, name: str, said: dict, folder: Path | None) -> 
     )
 
 
-def _inner(config: dict, key: str):
+def _inner(config: Any, key: str) -> Any:
     for piece in key.split("."):
         config = config[piece]
     return config
@@ -369,8 +377,9 @@ def _of_spec(spec: ModelSpec, folder: Path | None) -> ModelSizes:
 
 
 def _variant(variants: dict, spec: ModelSpec, parts: dict[str, PartSizes]) -> tuple[dict, bool]:
-    """(the published variant that the model is one of, whether its transformer is that one's to the last block): by the variant that its
-    files tell ("edit-2511"); else by its name among those whose transformer is the same, or by its schedule; else the first."""
+    """(the published variant that the model is one of, whether its transformer is that one's to the last block): by the
+    variant that its files tell ("edit-2511"); else by its name among those whose transformer is the same, or by its
+    schedule; else the first."""
     dit = parts.get("dit")
     same = {key: one for key, one in variants.items() if dit is not None and _is_of(dit, one["parts"]["dit"])}
     told = next((one for one in variants.values() if one.get("variant") and one["variant"] == spec.variant), None)
@@ -434,7 +443,7 @@ def _read_part(part: PartSpec, folder: Path | None) -> PartSizes:
         tuple(_numbers(counts[key], known.get(key[0])) for key in order),
         _numbers(counts.get(("", 0), (0, 0)), known.get("")),
         {home: sum(1 for key in counts if key[0] == home) for home in lists},
-        {k: tuple(v) for k, v in linears.items()},
+        {name: (rows, columns, count) for name, (rows, columns, count) in linears.items()},
         part.nbytes,
         outside,
         tuple(counts[key][2] for key in order),
@@ -446,8 +455,9 @@ def _read_part(part: PartSpec, folder: Path | None) -> PartSizes:
 
 def _numbers(counted, known: dict | None) -> Numbers:
     """As counted in a header; which of them stay in float32 the table of the network knows."""
-    same = known is not None and sum(_counts(known).values()) == sum(counted[:2])
-    return Numbers(**_counts(known)) if same else Numbers(*counted[:2])
+    if known is not None and sum(_counts(known).values()) == sum(counted[:2]):
+        return Numbers(**_counts(known))
+    return Numbers(*counted[:2])
 
 
 def _in_order(counts: dict, lists: tuple[str, ...]) -> list[tuple[str, int]]:

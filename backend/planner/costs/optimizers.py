@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from backend.planner.costs.layout import Update
 from backend.schema.json_values import parse_json
@@ -121,7 +122,9 @@ def check_arguments(section: TrainingSection) -> None:
     row = OPTIMIZERS.get(section.customized_optimizer.strip().lower()) or next(
         (row for row in OPTIMIZERS.values() if row.class_name == section.customized_optimizer.strip()), None
     )
-    for name, value in given.items() if row else ():
+    if row is None:
+        return
+    for name, value in given.items():
         if name not in (*row.arguments, "lr", "weight_decay"):
             raise Trouble(
                 "bad_value",
@@ -142,7 +145,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-_VALUES: dict[str, tuple[str, Callable[[object], bool]]] = {  # argument -> (what it is, whether a value is that)
+_VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # argument -> (what it is, whether a value is that)
     "betas": (
         "a list of two numbers from 0 to below 1",
         lambda value: isinstance(value, tuple) and len(value) == 2 and all(_is_number(b) and 0 <= b < 1 for b in value),

@@ -1,7 +1,8 @@
 """Bytes and seconds of each phase of a job, in microseconds and without torch, before a byte of weights is there.
 
-Weights are counted exactly (`sizes`); working memory comes from closed forms that were fitted to traced runs (`assets/memory`, made by
-`python -m backend trace`); what only a machine can tell (context, libraries' workspaces) is a stated assumption until it is measured.
+Weights are counted exactly (`sizes`); working memory comes from closed forms that were fitted to traced runs
+(`assets/memory`, made by `python -m backend trace`); what only a machine can tell (context, libraries' workspaces) is a
+stated assumption until it is measured.
 """
 
 from __future__ import annotations
@@ -81,23 +82,25 @@ def _denoise(part: PartSizes, point: dict, work: Work, fixed: Fixed) -> Working:
     live = evaluate(one, point)
     if point["b"] > 2:
         first, _ = _form(part, "denoise/{}/b1", work.computing)
+        assert first is not None, "a table with forms of two prompts has those of one"
         live += (point["b"] - 2) * (live - evaluate(first, point))
     return _working(live * factor, one, fixed)
 
 
 def step(part: PartSizes, point: dict, work: Work, layout: Layout, fixed: Fixed) -> tuple[Working, int, int]:
-    """A training step: its working memory where backward begins and where it ends, and bytes of checkpoints among the former."""
+    """A training step: its working memory where backward begins and where it ends, and bytes of checkpoints among the
+    former."""
     kind = f"step/{work.targets}/{'checkpointed' if layout.checkpointed else 'kept'}/{{}}"
     base = "d" + "-".join(str(BASE_DEPTH) for _ in part.depths)
     form, factor = _form(part, f"{kind}/b1/{base}", work.computing)
     if form is None:
         return _unknown(part, point, fixed), 0, 0
-    shallow = [evaluate(_form(part, f"{kind}/b{b}/{base}", work.computing)[0], point) for b in (1, 2)]
+    shallow = [_traced(part, f"{kind}/b{b}/{base}", work.computing, point) for b in (1, 2)]
     live = shallow[0] + (point["b"] - 1) * (shallow[1] - shallow[0])
     ends, kept = live, 0.0
     for index, depth in enumerate(part.depths.values()):
         word = "d" + "-".join(str(BASE_DEPTH + (index == i)) for i in range(len(part.depths)))
-        deeper = evaluate(_form(part, f"{kind}/b1/{word}", work.computing)[0], point)
+        deeper = _traced(part, f"{kind}/b1/{word}", work.computing, point)
         second, _ = _form(part, f"{kind}/b2/{word}", work.computing)
         slope = deeper - shallow[0]
         more = evaluate(second, point) - shallow[1] - slope if second is not None else slope
@@ -120,7 +123,8 @@ def text(part: PartSizes, point: dict, work: Work, fixed: Fixed) -> Working:
 
 
 def told(part: PartSizes, point: dict) -> dict:
-    """`point` as an encoder of the prompt sees it: with the words around the prompt; a vision tower has the pictures' tokens alone."""
+    """`point` as an encoder of the prompt sees it: with the words around the prompt; a vision tower has the pictures'
+    tokens alone."""
     seen = part.kind.endswith("VisionTransformerPretrainedModel")
     return {**point, "t": max(point["v"], 1) if seen else point["q"]}
 
@@ -148,7 +152,7 @@ def decode(
         bytes_tiled = evaluate(form, point) * times if form else bytes_whole
         # the forms are of small pictures, where one tile's work is the most; large ones are most while they are joined
         bytes_tiled = max(bytes_tiled, TILES_AND_WHOLE * 3 * point.get("pixels", 0) * DTYPE_BYTES[dtype])
-        if bytes_tiled < bytes_whole:
+        if form is not None and bytes_tiled < bytes_whole:
             return _working(bytes_tiled, form, fixed)
     return _working(bytes_whole, whole, fixed)
 
@@ -220,12 +224,22 @@ def compute_seconds(flops: float, speed: Speed) -> float:
 
 
 def ranged(seconds: float, speed: Speed) -> tuple[float, float]:
-    """The range around a middle. Its ends are in one proportion for every arrangement, so that of two plans the faster is so at both."""
+    """The range around a middle.
+
+    Its ends are in one proportion for every arrangement, so that of two plans the faster is so at both.
+    """
     return 2 * seconds / (1 + speed.spread), 2 * seconds * speed.spread / (1 + speed.spread)
 
 
 def move_seconds(nbytes: float, home: str, speed: Speed) -> float:
     return nbytes / (speed.link_bytes if home == "ram" else min(speed.disk_bytes, speed.link_bytes))
+
+
+def _traced(part: PartSizes, key: str, dtype: str, point: dict) -> float:
+    """Bytes by a form that the table has wherever it has those of the same kind at the base depth."""
+    form, _ = _form(part, key, dtype)
+    assert form is not None, f"the table of {part.kind} has no {key}"
+    return evaluate(form, point)
 
 
 def _form(part: PartSizes, key: str, dtype: str) -> tuple[dict | None, float]:
@@ -244,7 +258,8 @@ def _working(live: float, form: dict, fixed: Fixed) -> Working:
 
 
 def _unknown(part: PartSizes, point: dict, fixed: Fixed) -> Working:
-    """A rough figure for a network that no table knows: its widest block's activations are like its width times the tokens."""
+    """A rough figure for a network that no table knows: its widest block's activations are like its width times the
+    tokens."""
     if part.seen.width:  # a UNet
         return _working(point["h"] * point["w"] * point["b"] * part.seen.width * 2 * untraced_model.LEVEL, {}, fixed)
     width = acceleration_bytes.width(part) or math.sqrt(part.numel / 12)

@@ -1,4 +1,5 @@
-"""How long what a text encoder is told is, in tokens: counted where the model's tokenizer is there, else guessed from the letters."""
+"""How long what a text encoder is told is, in tokens: counted where the model's tokenizer is there, else guessed from
+the letters."""
 
 from __future__ import annotations
 
@@ -21,8 +22,11 @@ def tokens_of(num_characters: int) -> int:
 def told(
     sizes: ModelSizes, prompts: Sequence[str], *, seen: Sequence[Sequence[int]] = (), tokenizer: Path | None = None
 ) -> list[TokenCount]:
-    """Tokens of each of `prompts`. `seen`: of each, how many tokens each of its pictures takes; `tokenizer`: the folder of another tokenizer
-    than the model's own."""
+    """Tokens of each of `prompts`.
+
+    `seen`: of each, how many tokens each of its pictures takes; `tokenizer`: the folder of another tokenizer than the
+    model's own.
+    """
     folders = sizes.tokenizers | ({"tokenizer": tokenizer} if tokenizer is not None else {})
     if folders:
         found = by_name(sizes.family).count_tokens(folders, prompts, variant=sizes.variant, seen=seen)

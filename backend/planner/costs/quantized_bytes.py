@@ -1,4 +1,7 @@
-"""What quantized linear layers save over full ones, and what autograd keeps of them. The methods: `catalog.quantization.methods`."""
+"""What quantized linear layers save over full ones, and what autograd keeps of them.
+
+The methods: `catalog.quantization.methods`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from backend.system.text_files import ends_with
 
 
 def saved_bytes(storage: str, layers: Collection[tuple[str, int, int, int]], wide: int) -> int:
-    """Bytes that `storage` saves over numbers of `wide` bytes. `layers`: (name without a block's number, rows, columns, how many)."""
+    """Bytes that `storage` saves over numbers of `wide` bytes.
+
+    `layers`: (name without a block's number, rows, columns, how many).
+    """
     saved = 0
     for rule in read_storage(storage):
         layer_bytes = METHODS[rule.method].layer_bytes
@@ -28,7 +34,8 @@ def cast_bytes(storage: str, part, computing_bytes: int) -> int:
 
 
 def kept_bytes(storage: str, part, computing_bytes: int, *, checkpointed: bool) -> int:
-    """Of full weights that a step keeps besides: those of all blocks, or checkpointed of one; and a float32 of the one that is being made."""
+    """Of full weights that a step keeps besides: those of all blocks, or checkpointed of one; and a float32 of the one
+    that is being made."""
     if not any(METHODS[rule.method].keeps_weight for rule in read_storage(storage)):
         return 0
     matrices = [block.matrix for block in part.blocks]

@@ -1,4 +1,5 @@
-"""Which closed forms a job is answered by, and which of them no table has: what the tracer is to find out first, and where the figure is a guess.
+"""Which closed forms a job is answered by, and which of them no table has: what the tracer is to find out first, and
+where the figure is a guess.
 
 Names of forms are those of `backend.engine.tracing.trace` and `backend.engine.tracing.cpu_training_fit`.
 """
@@ -24,7 +25,10 @@ def step_names(part: PartSizes, point: dict, work: Work, layout: Layout) -> tupl
 
 
 def sample_names(part: PartSizes, step: dict, work: Work) -> tuple[str, ...]:
-    """The same of a sample between steps. Drawing takes one step at a time, whatever is learnt; the attention is that of the run's step."""
+    """The same of a sample between steps.
+
+    Drawing takes one step at a time, whatever is learnt; the attention is that of the run's step.
+    """
     kernel = kernel_of(part, step)
     word = work.method.partition("+")[0]
     word = "" if word == "lora" else word
@@ -51,8 +55,10 @@ def _dtype(work: Work) -> str:
 
 
 def missing(sizes: ModelSizes, work: Work, layout: Layout, point: dict, *, on_cpu: bool) -> dict[str, list[str]]:
-    """Part -> forms that `work` needs and no table has, as far as tracing can find them. A part without any table is there with no name at
-    all: its other forms come with the first."""
+    """Part -> forms that `work` needs and no table has, as far as tracing can find them.
+
+    A part without any table is there with no name at all: its other forms come with the first.
+    """
     found: dict[str, list[str]] = {}
     for name, part in sizes.parts.items():
         failed = part.table.get("failed", ())

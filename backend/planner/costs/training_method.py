@@ -1,4 +1,5 @@
-"""What trains, as far as memory depends on it: the kind of adapter, its dropout, and a student that draws in several steps. No torch."""
+"""What trains, as far as memory depends on it: the kind of adapter, its dropout, and a student that draws in several
+steps. No torch."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ _WORD = re.compile(r"([a-z]+?)(?:-(\d+))?(-dropout)?(?:\+(\d+))?")
 
 @dataclass(frozen=True)
 class Method:
-    """`drawing`: denoising steps of a student that is trained through all of them, 0 for the usual single one; `rank` is 0 where forms hold
-    for every rank."""
+    """`drawing`: denoising steps of a student that is trained through all of them, 0 for the usual single one; `rank`
+    is 0 where forms hold for every rank."""
 
     algorithm: str = "lora"
     rank: int = 0

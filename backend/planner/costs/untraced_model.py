@@ -1,6 +1,8 @@
-"""What a header alone tells of a network that was never traced: its lists of blocks, widths, and roughly what a pass takes. No torch.
+"""What a header alone tells of a network that was never traced: its lists of blocks, widths, and roughly what a pass
+takes. No torch.
 
-These are guesses, and whoever shows a figure that rests on one says so. The factors are those of the networks that were traced.
+These are guesses, and whoever shows a figure that rests on one says so. The factors are those of the networks that were
+traced.
 """
 
 from __future__ import annotations
@@ -17,16 +19,19 @@ ONCE = re.compile(
 TEXT_SIDE = re.compile(r"attn2\.(to_k|to_v)\.|time_emb|time_embedding|add_embedding")
 STREAM = 14  # numbers of a stream's width that a block has alive for each token: 12 to 15 in what was traced
 LEVEL = 16  # numbers of a UNet's first width for each cell: SDXL 15
-# Of an autoencoder whose class `assets/memory/published.json` does not know: numbers for each pixel, in widths of the largest level (decode in
-# 16 bits, in float32, encode in 16 bits, in float32), of pictures and clips ("untraced"); and how many times as much it takes where 16-bit
-# convolutions copy what they read (decode, encode: "copies").
+# Of an autoencoder whose class `assets/memory/published.json` does not know: numbers for each pixel, in widths of the
+# largest level (decode in 16 bits, in float32, encode in 16 bits, in float32), of pictures and clips ("untraced"); and
+# how many times as much it takes where 16-bit convolutions copy what they read (decode, encode: "copies").
 AUTOENCODER = {"untraced": [[6.0, 6.0, 5.03, 5.03], [6.0, 6.0, 5.03, 5.03]], "copies": [1.25, 1.3]}
 
 
 @dataclass(frozen=True)
 class Seen:
-    """`width`: channels of a UNet's first level. `cell_numel`: numbers that each cell of its latents goes through, coarser levels counting less.
-    `decoded`, `encoded`: channels of an autoencoder at the picture's own size."""
+    """`width`: channels of a UNet's first level.
+
+    `cell_numel`: numbers that each cell of its latents goes through, coarser levels counting less. `decoded`,
+    `encoded`: channels of an autoencoder at the picture's own size.
+    """
 
     width: int = 0
     cell_numel: float = 0.0
@@ -35,7 +40,8 @@ class Seen:
 
 
 def block_lists(names: Iterable[str]) -> tuple[str, ...]:
-    """Lists of alike blocks of a transformer whose class is not known, in their order; none of a UNet's, whose blocks differ."""
+    """Lists of alike blocks of a transformer whose class is not known, in their order; none of a UNet's, whose blocks
+    differ."""
     counts: dict[str, set[str]] = {}
     for name in names:
         found = LIST.match(name)
@@ -72,8 +78,8 @@ def seen(shapes: Mapping[str, tuple[int, ...]]) -> Seen:
 def autoencoder_bytes(
     facts: Mapping, known: Seen, point: dict, stage: str, number_bytes: int, *, converts: bool
 ) -> float | None:
-    """Bytes of working memory of a decode or an encode (`stage`) at `point`; None of an autoencoder whose widths the header does not tell.
-    `facts`: what is published of its class."""
+    """Bytes of working memory of a decode or an encode (`stage`) at `point`; None of an autoencoder whose widths the
+    header does not tell. `facts`: what is published of its class."""
     width = known.decoded if stage == "decode" else known.encoded
     if not width:
         return None

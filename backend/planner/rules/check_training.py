@@ -262,7 +262,8 @@ def _files(case: Case) -> Iterator[Trouble]:
         )
     path = Path(config.lora.preset_lora_path or "")
     if case.spec and config.preset_part in case.spec.parts and is_file(path) and not list(file_troubles(config.lora)):
-        for trouble in raised(lambda: fit.check(path, case.spec, case.family)):
+        spec = case.spec
+        for trouble in raised(lambda: fit.check(path, spec, case.family)):
             trouble.setting = "preset_lora_path"
             yield trouble
 

@@ -127,7 +127,7 @@ def layers_of(sizes: PartSizes, part: PartSpec | None = None) -> Layers:
             tuple(sizes.depths.items()),
         )
     return {
-        name.removesuffix(".weight"): tuple(at.shape)
+        name.removesuffix(".weight"): (at.shape[0], at.shape[1])
         for name, at in part.tensors.items()
         if len(at.shape) == 2 and name.endswith(".weight") and not EMBEDDING.search(name)
     }

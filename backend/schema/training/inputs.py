@@ -1,4 +1,7 @@
-"""What a training run begins from: the base model and the pictures. Names, meanings and defaults of DiffSynth-Studio where it has the setting."""
+"""What a training run begins from: the base model and the pictures.
+
+Names, meanings and defaults of DiffSynth-Studio where it has the setting.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from backend.schema.settings import knob
 class ModelSection:
     model: str = knob(
         "loft/starter",
-        help="Base model: an id, a folder or a file. Not used where `model_paths` or `model_id_with_origin_paths` say it.",
+        help=(
+            "Base model: an id, a folder or a file. Not used where `model_paths` or `model_id_with_origin_paths` "
+            "say it."
+        ),
     )
     model_paths: str | None = knob(
         None, help="Model files as a JSON list; shards of one part as a list inside it.", level="advanced", lines=2
@@ -29,7 +35,9 @@ class ModelSection:
     )
     fp8_models: str | None = knob(
         None,
-        help="Frozen parts to keep in FP8, comma-separated: entries as in `model_paths` or `model_id_with_origin_paths`.",
+        help=(
+            "Frozen parts to keep in FP8, comma-separated: entries as in `model_paths` or `model_id_with_origin_paths`."
+        ),
         label="FP8 models",
         level="advanced",
     )
@@ -40,15 +48,20 @@ class ModelSection:
     )
     quant_options: str | None = knob(
         None,
-        help="Frozen parts to quantize, semicolon-separated `model:method[/layers left out]`, the model as for `fp8_models`. Methods: int8; "
-        "bitsandbytes_nf4, _fp4, _int8, torchao_int8_w8a16, _fp8_w8a16, _nvfp4_w4a16 and comfy_kitchen_int8_w8a8, _fp8_w8a8 with those packages; for "
+        help="Frozen parts to quantize, semicolon-separated `model:method[/layers left out]`, the model as for "
+        "`fp8_models`. Methods: int8; "
+        "bitsandbytes_nf4, _fp4, _int8, torchao_int8_w8a16, _fp8_w8a16, _nvfp4_w4a16 and comfy_kitchen_int8_w8a8, "
+        "_fp8_w8a8 with those packages; for "
         "encoders also others of torchao.",
         label="Quantization",
         level="advanced",
     )
     zero_cond_t: bool = knob(
         False,
-        help="Pictures to edit are taken as free of noise, as some models that edit want it. This is read from the model; said of another it is an error.",
+        help=(
+            "Pictures to edit are taken as free of noise, as some models that edit want it. This is read from the "
+            "model; said of another it is an error."
+        ),
         level="advanced",
     )
     initialize_model_on_cpu: bool = knob(
@@ -66,8 +79,10 @@ class DatasetSection:
     )
     dataset_metadata_path: str | None = knob(
         None,
-        help="csv, json or jsonl file with columns `image` and `prompt` (json: a prompt may be a list, one is drawn each "
-        "time), for models that edit also `edit_image` (one picture; json: a list of several). Without it each picture's caption is the .txt file of the same name. Several, comma-separated.",
+        help="csv, json or jsonl file with columns `image` and `prompt` (json: a prompt may be a list, one is "
+        "drawn each "
+        "time), for models that edit also `edit_image` (one picture; json: a list of several). Without it each "
+        "picture's caption is the .txt file of the same name. Several, comma-separated.",
         label="Metadata file",
     )
     dataset_repeat: int = knob(1, help="How often an epoch goes through the dataset.", low=1, high=100000)
@@ -88,13 +103,15 @@ class DatasetSection:
     )
     extra_inputs: str | None = knob(
         None,
-        help="Further columns of the metadata file that the run takes, comma-separated. For direct_distill: seed, rand_device, "
+        help="Further columns of the metadata file that the run takes, comma-separated. For direct_distill: seed, "
+        "rand_device, "
         "num_inference_steps, cfg_scale. A model that edits takes `edit_image` without being told.",
         level="advanced",
     )
     edit_pixels: int | None = knob(
         None,
-        help="Area of the pictures that a model edits, as it is given them in training; without it the area it draws with, a million pixels for the "
+        help="Area of the pictures that a model edits, as it is given them in training; without it the area it "
+        "draws with, a million pixels for the "
         "published ones. Fewer save memory and time.",
         low=1024,
         high=2**26,
@@ -133,7 +150,10 @@ class DatasetSection:
     flip: bool = knob(False, help="Show every picture mirrored half of the time.", level="advanced")
     crops: int = knob(
         1,
-        help="So many cuts of every picture are shown in turn: the middle, and others where its proportions, or `crop_zoom`, leave room.",
+        help=(
+            "So many cuts of every picture are shown in turn: the middle, and others where its proportions, or "
+            "`crop_zoom`, leave room."
+        ),
         low=1,
         high=64,
         level="advanced",
@@ -159,7 +179,9 @@ class DatasetSection:
     )
     data_cache: bool = knob(
         True,
-        help="Keep encodings that cannot change on disk, shared between runs. Off: they are computed for this run alone.",
+        help=(
+            "Keep encodings that cannot change on disk, shared between runs. Off: they are computed for this run alone."
+        ),
         level="advanced",
     )
     data_cache_gib: float = knob(
@@ -176,7 +198,9 @@ class DatasetSection:
 class PriorSection:
     prior_pictures: int = knob(
         0,
-        help="So many pictures drawn by the untouched model are trained along, so that it keeps what it knows. 0: none.",
+        help=(
+            "So many pictures drawn by the untouched model are trained along, so that it keeps what it knows. 0: none."
+        ),
         low=0,
         high=10000,
     )

@@ -1,4 +1,7 @@
-"""How a training run learns: task, optimizer, noise and loss, adapter, and what it does for want of memory. DiffSynth-Studio's names where it has them."""
+"""How a training run learns: task, optimizer, noise and loss, adapter, and what it does for want of memory.
+
+DiffSynth-Studio's names where it has them.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,22 @@ SCHEDULES = ("constant", "linear", "linear_from_half", "cosine", "cosine_with_re
 ADAPTERS = ("lora", "dora", "rslora", "loha", "lokr", "oft")
 
 
-# Packages of optimizers and schedules. Importing a module runs it, so a name in a file, a form or a preset leads to these alone.
+# Packages of optimizers and schedules. Importing a module runs it, so a name in a file, a form or a preset leads to
+# these alone.
 OPTIMIZER_PACKAGES = (
-    "torch.optim", "bitsandbytes.optim", "torchao.optim", "transformers.optimization", "pytorch_optimizer", "prodigyopt", "schedulefree",
-    "lion_pytorch", "dadaptation", "came_pytorch", "galore_torch", "backend.training.optim.optimizers",
-)  # fmt: skip
+    "torch.optim",
+    "bitsandbytes.optim",
+    "torchao.optim",
+    "transformers.optimization",
+    "pytorch_optimizer",
+    "prodigyopt",
+    "schedulefree",
+    "lion_pytorch",
+    "dadaptation",
+    "came_pytorch",
+    "galore_torch",
+    "backend.training.optim.optimizers",
+)
 
 
 @dataclass(frozen=True)
@@ -56,13 +70,17 @@ class TrainingSection:
     )
     customized_optimizer: str = knob(
         "adamw",
-        help="adamw, adam, sgd, adafactor, lion, muon (block matrices; AdamW for the rest), adamw8bit, prodigy, or a class of a "
+        help="adamw, adam, sgd, adafactor, lion, muon (block matrices; AdamW for the rest), adamw8bit, prodigy, or "
+        "a class of a "
         "known package by its dotted name such as `torch.optim.RMSprop`.",
         label="Optimizer",
         level="advanced",
     )
     allow_custom_code: bool = switch(
-        help="Let --customized_optimizer name a class of any package, which is imported and so run. A command line alone can say it."
+        help=(
+            "Let --customized_optimizer name a class of any package, which is imported and so run. A command line "
+            "alone can say it."
+        )
     )
     optimizer_args: str | None = knob(
         None, help='More arguments of the optimizer as JSON: `{"betas": [0.9, 0.99]}`.', level="advanced"
@@ -70,7 +88,9 @@ class TrainingSection:
     weight_decay: float = knob(0.01, help="Weight decay.", low=0.0, high=10.0, level="advanced")
     lr_scheduler: str = knob(
         "constant",
-        help="How the learning rate goes on after the warm-up. linear_from_half: constant to the middle, then down to 0.",
+        help=(
+            "How the learning rate goes on after the warm-up. linear_from_half: constant to the middle, then down to 0."
+        ),
         choices=SCHEDULES,
         label="Schedule",
         level="advanced",
@@ -112,7 +132,8 @@ class TrainingSection:
     )
     deterministic: bool = knob(
         False,
-        help="Only algorithms that give the same bits each time, attention's backward pass among them: a run on a card that is resumed "
+        help="Only algorithms that give the same bits each time, attention's backward pass among them: a run on a "
+        "card that is resumed "
         "then equals one that was never stopped. Slower. On a CPU that holds in any case.",
         level="advanced",
     )
@@ -122,13 +143,20 @@ class TrainingSection:
 
 
 def check_optimizer_name(section: TrainingSection) -> None:
-    """Raises Trouble("not_allowed") for an optimizer's dotted name outside `OPTIMIZER_PACKAGES`, unless a command line allows any."""
+    """Raises Trouble("not_allowed") for an optimizer's dotted name outside `OPTIMIZER_PACKAGES`, unless a command line
+    allows any."""
     module, _, name = section.customized_optimizer.strip().rpartition(".")
     if module and not section.allow_custom_code and not is_listed(module, OPTIMIZER_PACKAGES):
         raise Trouble(
             "not_allowed",
-            f"Optimizer (--customized_optimizer) is {f'{module}.{name}'[:200]!r}, which is of no package known for optimizers.",
-            hint=f"Known are {', '.join(OPTIMIZER_PACKAGES[:-1])}. A class of your own takes --allow_custom_code on a command line of your own.",
+            (
+                f"Optimizer (--customized_optimizer) is {f'{module}.{name}'[:200]!r}, which is of no package known for "
+                "optimizers."
+            ),
+            hint=(
+                f"Known are {', '.join(OPTIMIZER_PACKAGES[:-1])}. A class of your own takes --allow_custom_code "
+                "on a command line of your own."
+            ),
             setting="customized_optimizer",
         )
 
@@ -137,8 +165,10 @@ def check_optimizer_name(section: TrainingSection) -> None:
 class LossSection:
     timestep_sampling: str = knob(
         "scheduler",
-        help="Which noise levels are practised. scheduler: those of the family's training schedule, as DiffSynth-Studio sets it (1000 "
-        "levels, shifted as the model was trained); shifted: those of the schedule that the model draws a picture of this size with. direct_distill draws its steps "
+        help="Which noise levels are practised. scheduler: those of the family's training schedule, as "
+        "DiffSynth-Studio sets it (1000 "
+        "levels, shifted as the model was trained); shifted: those of the schedule that the model draws a picture "
+        "of this size with. direct_distill draws its steps "
         "from one of the two: from the latter unless this is scheduler.",
         choices=("scheduler", "uniform", "logit_normal", "mode", "shifted"),
         level="advanced",
@@ -154,7 +184,10 @@ class LossSection:
     high_noise_from: float = knob(0.8, help="Where those begin.", low=0.0, high=0.999, level="advanced")
     loss_weighting: str = knob(
         "scheduler",
-        help="Weight of a sample by its noise level: scheduler (the bell of DiffSynth-Studio's training schedule), none, min_snr.",
+        help=(
+            "Weight of a sample by its noise level: scheduler (the bell of DiffSynth-Studio's training schedule), "
+            "none, min_snr."
+        ),
         choices=("scheduler", "none", "min_snr"),
         level="advanced",
     )
@@ -171,7 +204,8 @@ class LoraSection:
     )
     lora_target_modules: str = knob(
         "",
-        help="Modules that get it: ends of names, comma-separated; a regular expression over whole names; all-linear; or a "
+        help="Modules that get it: ends of names, comma-separated; a regular expression over whole names; "
+        "all-linear; or a "
         "preset of the family such as attention. Empty: the family's default.",
         lines=2,
     )
@@ -202,7 +236,8 @@ class LoraSection:
 class MemorySection:
     vram: str | None = knob(
         None,
-        help="auto, or GiB of the card that the run may take: what is left off below is then set so that it fits, the fastest way. auto: "
+        help="auto, or GiB of the card that the run may take: what is left off below is then set so that it fits, "
+        "the fastest way. auto: "
         "all that is free now. Empty: as it is set below.",
         label="VRAM",
         level="advanced",
@@ -215,13 +250,17 @@ class MemorySection:
     )
     enable_model_cpu_offload: bool = knob(
         False,
-        help="Keep frozen weights in RAM and fetch them block by block, forwards and backwards. On a CPU they stay in the file.",
+        help=(
+            "Keep frozen weights in RAM and fetch them block by block, forwards and backwards. On a CPU they stay "
+            "in the file."
+        ),
         label="Model CPU offload",
         level="advanced",
     )
     resident_blocks: int | None = knob(
         None,
-        help="Of the transformer's blocks that offloading fetches, so many stay on the device, evenly spread: fewer transfers for more "
+        help="Of the transformer's blocks that offloading fetches, so many stay on the device, evenly spread: "
+        "fewer transfers for more "
         "memory. Empty: as many as `vram` leaves room for, without that none.",
         low=0,
         high=10**4,
@@ -229,13 +268,17 @@ class MemorySection:
     )
     offload_device: str = knob(
         "ram",
-        help="Where weights that are fetched wait: in RAM, or in their file, which takes no RAM and is slower. On a CPU always the file.",
+        help=(
+            "Where weights that are fetched wait: in RAM, or in their file, which takes no RAM and is slower. On "
+            "a CPU always the file."
+        ),
         choices=("ram", "disk"),
         level="advanced",
     )
     cpu_offload_split_threshold: int | None = knob(
         None,
-        help="Blocks with more than this are fetched in pieces, child by child: less memory for the fetched, more transfers. Empty: whole "
+        help="Blocks with more than this are fetched in pieces, child by child: less memory for the fetched, more "
+        "transfers. Empty: whole "
         "blocks.",
         low=0,
         high=10**6,

@@ -57,7 +57,8 @@ class SampleSection:
     )
     sample_edit_images: str = knob(
         "",
-        help="For models that edit: the picture that each sample prompt begins from, one line for each prompt or one for all (or a text file of such "
+        help="For models that edit: the picture that each sample prompt begins from, one line for each prompt or "
+        "one for all (or a text file of such "
         "lines); several in a line with commas between. Empty: the dataset's, in turn.",
         lines=2,
         level="advanced",

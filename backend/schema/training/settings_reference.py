@@ -15,8 +15,8 @@ HEAD = """# Settings
 
 Computed from the code by `python -m backend.schema.training.settings_reference`; a test holds it up to date.
 
-A setting has one name: `--name value` on the command line (`--name` and `--no-name` where it is on or off), `name` in a run's
-`config.json` and in a preset, a field in the form.
+A setting has one name: `--name value` on the command line (`--name` and `--no-name` where it is on or off), `name` in
+a run's `config.json` and in a preset, a field in the form.
 
 """
 CONFIGS = (
