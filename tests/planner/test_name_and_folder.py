@@ -122,12 +122,7 @@ def figures(sizes, card, speed, job) -> dict:
     }
 
 
-# T5's first block alone has the table of relative positions (2048 numbers), which the published figure counts in each of its 24 blocks
-T5_COUNTED_BY_BLOCK = pytest.mark.xfail(reason="by name T5 has 47104 numbers too many", strict=True)
-CASES = [
-    pytest.param(family, key, id=key, marks=[T5_COUNTED_BY_BLOCK] if family == "flux" else [])
-    for family, key in VARIANTS
-]
+CASES = [pytest.param(family, key, id=key) for family, key in VARIANTS]
 
 
 @pytest.mark.parametrize("family, key", CASES)

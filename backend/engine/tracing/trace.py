@@ -107,6 +107,7 @@ def _sizes(network: str, config: dict, known: dict) -> dict:
         weights = {
             name: stored[name] for name, _ in (*module.named_parameters(), *module.named_buffers()) if name in stored
         }
+    inner_names = _names_of_later_blocks(network, config, known)
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     flags = tuple(flag for flag in known.get("flags", ()) if config.get(flag))
     sizes = {"": {"rest": 0, "matrix": 0, "precise": 0, "linears": {}}} | {
@@ -118,7 +119,10 @@ def _sizes(network: str, config: dict, known: dict) -> dict:
         owner = inner.rpartition(".")[0]
         matrix = name.rpartition(".")[0] in linears and weight.ndim == 2
         key = "precise" if weight.dtype == torch.float32 else "matrix" if matrix else "rest"
-        sizes[home][key] += weight.numel()
+        where = sizes[home]
+        if home and inner not in inner_names[home]:  # T5's table of relative positions
+            where = where.setdefault("first", {"rest": 0, "matrix": 0, "precise": 0})
+        where[key] += weight.numel()
         if matrix:
             sizes[home]["linears"][owner] = list(weight.shape)
     return {
@@ -126,6 +130,17 @@ def _sizes(network: str, config: dict, known: dict) -> dict:
         "configs": [config],
         "blocks": known["blocks"],
         "numel": sizes,
+    }
+
+
+def _names_of_later_blocks(network: str, config: dict, known: dict) -> dict[str, set[str]]:
+    """Of each list of blocks, the names that the blocks after the first have: some networks have more in the first."""
+    with fakes():
+        config = sample_points.config_of(config, known, (2,) * len(known["blocks"]))
+        names = forward_calls.build(network, config, torch.bfloat16).state_dict()
+    return {
+        block: {name.removeprefix(f"{block}.1.") for name in names if name.startswith(f"{block}.1.")}
+        for block in known["blocks"]
     }
 
 

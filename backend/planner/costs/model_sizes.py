@@ -296,7 +296,7 @@ def _published_part(family: str, name: str, said: dict, folder: Path | None) -> 
         (one for one in tables(folder).values() if one["network"] == kind and _made_from(one, said["config"])), None
     )
     assert table is not None, f"assets/memory has no table of {kind} {said['config']}"
-    blocks = [Numbers(**_counts(table["numel"][block])) for block, depth in depths.items() for _ in range(depth)]
+    blocks = [_block(table["numel"][block], number) for block, depth in depths.items() for number in range(depth)]
     other = Numbers(**_counts(table["numel"][""]))
     linears = _counted(table, depths)
     in_file = tuple(FILE_BYTES * (one.matrix + one.rest + one.precise) for one in blocks)
@@ -313,6 +313,13 @@ def _published_part(family: str, name: str, said: dict, folder: Path | None) -> 
         outside=_outside(table),
         in_file=in_file,
     )
+
+
+def _block(numel: dict, number: int) -> Numbers:
+    """The parameters of block `number` of a list, of which the first may have some that the others lack."""
+    found = _counts(numel)
+    more = _counts(numel["first"]) if number == 0 and "first" in numel else dict.fromkeys(found, 0)
+    return Numbers(**{key: count + more[key] for key, count in found.items()})
 
 
 def _inner(config: Any, key: str) -> Any:
