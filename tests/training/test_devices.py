@@ -82,7 +82,7 @@ def test_parts_that_will_be_spread_never_lie_whole_on_one_device(tiny_qwen, monk
     )
     monkeypatch.setattr(torch.nn.Module, "to", lambda module, device: asked.append(str(device)) or module)
     card = torch.device("cuda:1")
-    found = types.SimpleNamespace(spec=spec, family=types.SimpleNamespace())
+    found = types.SimpleNamespace(spec=spec, family=types.SimpleNamespace(prepare=lambda name, module: None))
     base_model.load_parts(found, ["dit"], trained=(), dtype=torch.bfloat16, device=card)
     assert asked == ["cuda:1", "cuda:1"]
     asked.clear()

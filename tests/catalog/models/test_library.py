@@ -135,7 +135,13 @@ def test_a_thousand_files(tmp_path):
     warm = time.process_time() - start
     assert len(found) == 1000 and found == again
     assert found[7].trigger_words == ("word7",) and {spec.family for spec in found} == {"qwen_image"}
-    assert cold < 2.0 and warm < 0.2, f"cold {cold:.2f} s, warm {warm:.2f} s of CPU time"
+    start = time.process_time()
+    for path in (tmp_path / "loras").rglob("*.safetensors"):
+        data = path.read_bytes()
+        json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    least = time.process_time() - start  # what parsing the headers alone takes on this machine, as busy as it is
+    said = f"cold {cold:.2f} s, warm {warm:.2f} s, parsing alone {least:.2f} s of CPU time"
+    assert cold < 6 * least and warm < 0.6 * least, said
 
 
 def test_only_headers_are_read(tmp_path, monkeypatch):
