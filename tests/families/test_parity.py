@@ -19,7 +19,7 @@ from backend.engine.pipeline.pipeline import Pipeline
 from backend.families._shared.packing import unpack
 from backend.schema.request import GenerationRequest
 from backend.training.model.flow_matching_loss import Draws
-from backend.training.model.training_module import Learner, Material
+from backend.training.model.training_module import TrainingBatch, TrainingModule
 
 pytestmark = pytest.mark.torch
 
@@ -138,8 +138,8 @@ def test_the_loss_is_that_of_the_published_objective(case, folder_of):
     x0 = torch.randn(2, *family.latent_shape(settings), generator=generator)
     noise, sigma = torch.randn(x0.shape, generator=generator), torch.tensor([0.3, 0.8])
     encodings = [pipeline.encode_prompt(prompt) for prompt in ("a cat", "a very small dog on red ground")]
-    learner = Learner(family, {"dit": pipeline.parts["dit"]}, dtype=torch.float32)
-    material = Material(x0, ("", ""), encodings, Draws(noise, sigma), settings, torch.ones(2))
+    learner = TrainingModule(family, {"dit": pipeline.parts["dit"]}, dtype=torch.float32)
+    material = TrainingBatch(x0, ("", ""), encodings, Draws(noise, sigma), settings, torch.ones(2))
     _, each_loss = learner(material, PLAIN)
     s = sigma.view(2, 1, 1, 1)
     at, network = (1 - s) * x0 + s * noise, pipeline.parts["dit"]

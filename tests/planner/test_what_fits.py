@@ -136,7 +136,7 @@ def test_seconds_are_those_of_the_epochs_on_this_dataset(capsys):
 
 
 def test_the_command_answers(capsys):
-    main(["FLUX.1-dev", "--card", "rtx3060", "--free", "1.2"])
+    main(["Wan2.1-T2V-1.3B", "--card", "rtx3060", "--free", "1.2"])
     said = capsys.readouterr().out
     for words in (
         "Largest picture",
@@ -149,7 +149,7 @@ def test_the_command_answers(capsys):
 
 
 def test_flags_of_a_trainer_for_a_model_that_it_does_not_train_are_not_left_alone(capsys):
-    main(["FLUX.1-dev", "--card", "24GiB", "--train", "--lora_rank", "16"])
-    assert "FLUX.1-dev cannot be trained here" in capsys.readouterr().err
+    main(["Wan2.1-T2V-1.3B", "--card", "24GiB", "--train", "--lora_rank", "16"])
+    assert "Wan2.1-T2V-1.3B cannot be trained here" in capsys.readouterr().err
     main(["Qwen-Image", "--card", "24GiB", "--train", "--lora_rank", "16"])
     assert not capsys.readouterr().err

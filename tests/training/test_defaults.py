@@ -56,19 +56,18 @@ class Painter:
 
     @torch.no_grad()
     def draw(self, prompt: str) -> torch.Tensor:
+        from backend.catalog.family import settings_of
         from backend.training.encoding.draw import draw_latents
 
         towards, away = self.family.encode_text(self.parts, [prompt, " "])
         return draw_latents(
             self.family,
             self.parts,
-            self.base.spec.scheduler,
+            settings_of(self.base.spec, width=128, height=128, guidance=3.0),
             [towards] * len(SEEDS),
             [away] * len(SEEDS),
             seeds=SEEDS,
             steps=8,
-            guidance=3.0,
-            size=(128, 128),
             dtype=torch.bfloat16,
         ).float()
 

@@ -16,6 +16,7 @@ from backend.catalog.quantization import understood
 from backend.catalog.spec import PartSpec
 from backend.engine.loading import load
 from backend.engine.quantization.quantized_part import Config, load_quantized
+from backend.schema.json_values import parse_json
 from backend.schema.messages import Trouble
 from backend.system.atomic_files import disk_full, is_disk_full, replacing
 
@@ -37,7 +38,7 @@ def write_quantized(
         tensors, said = _flattened(part, config, dtype=dtype, device=device, on_bytes=on_bytes)
         if len(parts) > 1:
             tensors, said = _as_stored(part, tensors, said)
-        names = [name for one in (metadata, said) for name in json.loads(one.get("tensor_names", "[]"))]
+        names = [name for one in (metadata, said) for name in parse_json(one.get("tensor_names", "[]"))]
         written, metadata = written | tensors, metadata | said | ({"tensor_names": json.dumps(names)} if names else {})
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -99,7 +100,7 @@ def _as_stored(
             module = module.rpartition(".")[0]
         return f"{there[module]}{name.removeprefix(module)}".lstrip(".")
 
-    names = json.loads(said.get("tensor_names", "[]"))
+    names = parse_json(said.get("tensor_names", "[]"))
     about = {renamed(name): said[name] for name in names} | {name: said[name] for name in said if name not in names}
     about |= {"tensor_names": json.dumps(list(map(renamed, names)))} if names else {}
     return {renamed(name): tensor for name, tensor in tensors.items() if _is_stored(name, part)}, about

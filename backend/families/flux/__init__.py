@@ -59,16 +59,7 @@ TOKENIZERS = {
 WHOLE_CONFIG = {"guidance_embeds": True}
 
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-_MLP = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2", "proj_mlp", "proj_out")
-LORA = LoraTargets(
-    part="dit",
-    presets={
-        "attention": _ATTENTION,
-        "attention_and_mlp": (*_ATTENTION, *_MLP),
-        "all": (*_ATTENTION, *_MLP, "norm.linear", "norm1.linear", "norm1_context.linear"),
-    },
-    default="attention",
-)
+LORA = LoraTargets(part="dit", presets={"attention": _ATTENTION}, default="attention")
 LORA_TEXT_SIGNS = (TextSign(CLIP, (768, 3072), FIRST), TextSign(T5, (4096, 10240)))
 LORA_TEXT_PREFIXES = {"text_encoder": "lora_te1", "text_encoder_2": "lora_te3"}  # as kohya's scripts number them
 

@@ -59,14 +59,7 @@ PARTS = {
 TOKENIZERS = {"tokenizer": Tokenizer("tokenizer", usual=("Tongyi-MAI/Z-Image-Turbo", "tokenizer/"))}
 
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
-LORA = LoraTargets(
-    part="dit",
-    presets={
-        "attention": _ATTENTION,
-        "attention_and_mlp": (*_ATTENTION, "feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
-    },
-    default="attention",
-)
+LORA = LoraTargets(part="dit", presets={"attention": _ATTENTION}, default="attention")
 LORA_TEXT_SIGNS = (TextSign(DECODER, (2560, 9728)),)
 DEFAULTS = Defaults(request={"width": 1024, "height": 1024, "num_inference_steps": 9, "guidance": 1.0})
 SCHEDULER = {"num_train_timesteps": 1000, "shift": 3.0, "use_dynamic_shifting": False}

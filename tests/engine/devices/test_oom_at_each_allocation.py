@@ -252,7 +252,9 @@ def test_a_training_step(card, small, config, checkpoints):
 def test_saving(card, tmp_path):
     """What could not be saved has left nothing, and what was saved before is whole."""
     weights = {"w": torch.randn(300, 7).t(), "v": torch.randn(5).to(torch.bfloat16)}
-    state = checkpoint.State(3, weights, [{"state": torch.randn(9)}], {"w": torch.randn(4, 4).t()}, None, {}, {})
+    state = checkpoint.TrainingState(
+        3, weights, [{"state": torch.randn(9)}], {"w": torch.randn(4, 4).t()}, None, {}, {}
+    )
 
     def work():
         saved = checkpoint.save_state(tmp_path, state)

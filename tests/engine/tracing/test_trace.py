@@ -60,7 +60,7 @@ ENCODERS = {
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 16, "vocab_size": 99,
     },
-    "T5EncoderModel": T5,
+    "T5Stack": T5,
     "UMT5EncoderModel": T5,
     VISION: {
         "depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 64, "fullatt_block_indexes": [2],
@@ -254,7 +254,9 @@ def test_every_published_network_has_a_table():
 
 def test_the_helper_answers_questions_in_a_folder(tmp_path):
     config = DENOISERS["WanTransformer3DModel"] | {"in_channels": 16, "out_channels": 16}
-    (tmp_path / "one.ask").write_text(json.dumps({"network": "transformers:T5EncoderModel", "config": T5}))
+    (tmp_path / "one.ask").write_text(
+        json.dumps({"network": "transformers.models.t5.modeling_t5:T5Stack", "config": T5})
+    )
     (tmp_path / "two.ask").write_text(json.dumps({"network": "diffusers:NoSuchNetwork", "config": config}))
     server.serve(tmp_path, idle_seconds=0.0)
     for _ in itertools.takewhile(lambda _: list(tmp_path.glob("*.ask")), range(3)):

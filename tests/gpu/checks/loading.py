@@ -86,7 +86,7 @@ def _first_use(folder: Path, device: torch.device, tiny: bool) -> dict[str, floa
     for name in ("in turn", "beside"):
         with pytest.MonkeyPatch.context() as patched, torch.no_grad():
             if name == "in turn":
-                patched.setattr(placement.Placement, "_begin_next", lambda self, unit: None)
+                patched.setattr(placement.Placement, "_prefetch_next", lambda self, unit: None)
             module, x = chain.placed(STAY, device), chain.input(device)
             found[name] = _timed(device, lambda module=module, x=x: module(x), warm=False)
             placement.of(module).close()

@@ -37,7 +37,7 @@ FIXED = Fixed()
         ("FLUX.1-dev", "text_encoder_2", 8.87),
         ("FLUX.1-dev", "vae", 0.156),
         ("Z-Image", "dit", 11.46),
-        ("Z-Image", "text_encoder", 7.49),
+        ("Z-Image", "text_encoder", 7.30),
         ("Wan2.2-T2V-A14B", "dit", 26.67),
         ("Wan2.2-T2V-A14B", "dit2", 26.67),
         ("Wan2.2-T2V-A14B", "text_encoder", 10.58),

@@ -167,9 +167,9 @@ def test_an_amount_that_cannot_be_is_said_beside_the_answers(studio):
 
 
 def test_a_family_that_is_not_made_here_is_said_beside_what_it_would_take(studio):
-    for model in ("Tongyi-MAI/Z-Image-Turbo", "Qwen/Qwen-Image-Layered"):
+    for model in ("Wan-AI/Wan2.1-T2V-1.3B", "Qwen/Qwen-Image-Layered"):
         html = tab.plan_of(studio, GenerationRequest(model=model), "24GiB")
         assert ">Not drawn here<" in html and ">Fits<" not in html and "draws no pictures here yet" in html
-    config = from_values(TrainingConfig, {"model": "black-forest-labs/FLUX.1-dev"})
+    config = from_values(TrainingConfig, {"model": "Wan-AI/Wan2.1-T2V-1.3B"})
     html = train.plan_of(studio, config, "80GiB")
     assert ">Not so<" in html and "cannot be trained here" in html
