@@ -261,7 +261,7 @@ def test_saving(card, tmp_path):
         card.rest()  # reading is another matter
         found = checkpoint.load_state(saved)
         card.watch()
-        return [found.weights, found.mean]
+        return [found.weights, found.ema]
 
     def clear() -> None:
         for one in (tmp_path / "checkpoints").glob("*"):

@@ -72,6 +72,8 @@ ENCODERS = {
 def both(kind: str, config: dict, work, *, prepare=lambda module: None, grad: bool = False) -> tuple[int, int]:
     """(predicted, measured) peak of live bytes beside the weights, in float32."""
     package = "transformers" if kind in ENCODERS else "diffusers"
+    if kind == "T5Stack":
+        package = "transformers.models.t5.modeling_t5"
     if kind == VISION:
         package = "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"
     with allocation_recorder.fakes():

@@ -99,7 +99,7 @@ def test_parts_that_are_no_longer_needed_are_closed(small):  # noqa: F811
         one.onload()
     with torch.no_grad():
         modules["text_encoder"](**inputs())
-    names = ("base", "resolved", "kept", "quantized", "split_bytes", "dtype", "device", "through_ram")
+    names = ("base", "resolved", "kept", "quantized", "split_bytes", "dtype", "device", "through_ram", "processors")
     loader = setup.PartLoader(**dict.fromkeys(names), parts=dict(modules))
     loader.drop_all_but(["dit"])
     assert set(loader.parts) == {"dit"}
