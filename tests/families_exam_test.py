@@ -21,14 +21,10 @@ from backend.schema.memory_plan import Card, VramConfig
 from backend.schema.messages import Trouble
 from backend.schema.request import GenerationRequest, LoraUse
 from backend.schema.settings import from_values
+from tests.tiny_models import MAKERS
 
 pytestmark = pytest.mark.torch
 
-MAKERS = {
-    "qwen_image": "make_qwen_image",
-    "flux": "make_flux",
-    "z_image": "make_z_image",
-}  # in tests/tiny_models.py: whoever adds a family that draws adds how to make a tiny one
 TRUE_SIZES = {
     "qwen_image": {"num_layers": 2},
     "flux": {"num_layers": 2, "num_single_layers": 2, "guidance_embeds": True},
@@ -108,13 +104,11 @@ def test_its_own_header_is_recognised_as_itself_and_by_no_other_family(family):
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """tiny(family) -> the folder of a tiny model of it."""
-    import tests.tiny_models as makers
-
     made = {}
 
     def folder(family) -> Path:
         if family.NAME not in made:
-            made[family.NAME] = getattr(makers, MAKERS[family.NAME])(tmp_path_factory.mktemp("exam") / family.NAME)
+            made[family.NAME] = MAKERS[family.NAME](tmp_path_factory.mktemp("exam") / family.NAME)
         return made[family.NAME]
 
     return folder

@@ -5,6 +5,7 @@ from __future__ import annotations
 from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Rule, Signature, SizeRule, TextSign
 from backend.catalog.lora.module_names import DECODER
 from backend.families._shared.bfl_keys import DOUBLE, ENDS, SINGLE, denoiser, double_blocks, embedders, single_norms
+from backend.families._shared.shapes import count_blocks
 
 NAME = "flux2"
 TITLE = "FLUX.2"
@@ -104,8 +105,8 @@ def config_from_shapes(part: str, shapes: dict[str, tuple[int, ...]]) -> dict:
         "patch_size": 1,
         "in_channels": shapes["x_embedder.weight"][1],
         "out_channels": shapes["proj_out.weight"][0],
-        "num_layers": _count(shapes, "transformer_blocks."),
-        "num_single_layers": _count(shapes, "single_transformer_blocks."),
+        "num_layers": count_blocks(shapes, "transformer_blocks."),
+        "num_single_layers": count_blocks(shapes, "single_transformer_blocks."),
         "attention_head_dim": head,
         "num_attention_heads": width // head,
         "joint_attention_dim": shapes["context_embedder.weight"][1],
@@ -114,7 +115,3 @@ def config_from_shapes(part: str, shapes: dict[str, tuple[int, ...]]) -> dict:
         "axes_dims_rope": (head // 4,) * 4,
         "guidance_embeds": "time_guidance_embed.guidance_embedder.linear_1.weight" in shapes,
     }
-
-
-def _count(shapes: dict[str, tuple[int, ...]], beginning: str) -> int:
-    return len({name[len(beginning) :].partition(".")[0] for name in shapes if name.startswith(beginning)})

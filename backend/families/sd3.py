@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Part, Rule, Signature, SizeRule, TextSign
 from backend.catalog.lora.module_names import CLIP, FIRST, T5
+from backend.families._shared.shapes import count_blocks
 
 NAME = "sd3"
 TITLE = "Stable Diffusion 3"
@@ -130,7 +131,7 @@ def config_from_shapes(part: str, shapes: dict[str, tuple[int, ...]]) -> dict:
         "patch_size": patch,
         "in_channels": channels,
         "out_channels": shapes["proj_out.weight"][0] // patch**2,
-        "num_layers": _count(shapes, "transformer_blocks."),
+        "num_layers": count_blocks(shapes, "transformer_blocks."),
         "attention_head_dim": head,
         "num_attention_heads": width // head,
         "joint_attention_dim": shapes["context_embedder.weight"][1],
@@ -140,7 +141,3 @@ def config_from_shapes(part: str, shapes: dict[str, tuple[int, ...]]) -> dict:
         "dual_attention_layers": tuple(sorted(map(int, dual))),
         "qk_norm": "rms_norm" if "transformer_blocks.0.attn.norm_q.weight" in shapes else None,
     }
-
-
-def _count(shapes: dict[str, tuple[int, ...]], beginning: str) -> int:
-    return len({name[len(beginning) :].partition(".")[0] for name in shapes if name.startswith(beginning)})

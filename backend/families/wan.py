@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from backend.catalog.family import Defaults, LoraSign, LoraTargets, NameMap, Part, Rule, Signature, SizeRule
+from backend.families._shared.shapes import count_blocks
 
 NAME = "wan"
 TITLE = "Wan"
@@ -112,15 +113,11 @@ def config_from_shapes(part: str, shapes: dict[str, tuple[int, ...]]) -> dict:
         "text_dim": shapes["condition_embedder.text_embedder.linear_1.weight"][1],
         "freq_dim": shapes["condition_embedder.time_embedder.linear_1.weight"][1],
         "ffn_dim": shapes["blocks.0.ffn.net.0.proj.weight"][0],
-        "num_layers": _count(shapes, "blocks."),
+        "num_layers": count_blocks(shapes, "blocks."),
         "cross_attn_norm": "blocks.0.norm2.weight" in shapes,
         "image_dim": image[1] if image else None,
         "added_kv_proj_dim": width if "blocks.0.attn2.add_k_proj.weight" in shapes else None,
     }
-
-
-def _count(shapes: dict[str, tuple[int, ...]], beginning: str) -> int:
-    return len({name[len(beginning) :].partition(".")[0] for name in shapes if name.startswith(beginning)})
 
 
 def predict(parts: dict, x, sigma, cond: dict, *, part: str = "dit", sigma_next=None):

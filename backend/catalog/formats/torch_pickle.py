@@ -135,8 +135,8 @@ def read_pickled(path: Path) -> Header:
     return Header(path, found, container="pickle")
 
 
-def _unwrapped(value: object) -> dict[str, object]:
-    """The innermost table of tensors."""
+def innermost(value: object) -> object:
+    """What lies in a checkpoint's nests ("state_dict", ...), however many there are around it."""
     for _ in range(4):
         inner = next(
             (value[key] for key in NESTS if isinstance(value, dict) and isinstance(value.get(key), dict)), None
@@ -144,6 +144,12 @@ def _unwrapped(value: object) -> dict[str, object]:
         if inner is None:
             break
         value = inner
+    return value
+
+
+def _unwrapped(value: object) -> dict[str, object]:
+    """The innermost table of tensors."""
+    value = innermost(value)
     return {key: item for key, item in value.items() if isinstance(key, str)} if isinstance(value, dict) else {}
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from backend.catalog.formats.read import read_header
+from backend.catalog.formats.torch_pickle import innermost
 from backend.catalog.lora.keys import QUANTIZED, group, scales_of
 from backend.catalog.lora.peft_config import config_beside
 from backend.catalog.spec import TensorAt
@@ -21,7 +22,6 @@ from backend.schema.messages import Trouble
 from backend.schema.untrusted import is_folder
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
-NESTS = ("state_dict", "module", "model", "model_state", "model_state_dict", "lora_state_dict")
 INTEGER_CODES = (torch.int8, torch.uint8, torch.bool)
 EIGHT_BIT_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, *INTEGER_CODES)
 READ_AS = {torch.float64: torch.float32, torch.float8_e4m3fn: torch.float32, torch.float8_e5m2: torch.float32}
@@ -187,13 +187,7 @@ def read_pickle(path: Path) -> dict[str, torch.Tensor]:
             hint="It is damaged, or it would run code when opened and is refused for that.",
             detail=str(error)[:2000],
         ) from None
-    for _ in range(4):
-        inner = next(
-            (value[key] for key in NESTS if isinstance(value, dict) and isinstance(value.get(key), dict)), None
-        )
-        if inner is None:
-            break
-        value = inner
+    value = innermost(value)
     if not isinstance(value, dict):
         raise Trouble("damaged", f"{path.name} holds no table of tensors.", hint="Is it a LoRA or a checkpoint?")
     tensors = {key: item for key, item in value.items() if isinstance(key, str) and isinstance(item, torch.Tensor)}

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from backend.catalog.family import DrawSettings
+
 if TYPE_CHECKING:
     import torch
+
+CHANNELS = 16
 
 
 def pack(x: torch.Tensor) -> torch.Tensor:
@@ -23,3 +27,8 @@ def unpack(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
     batch, _, channels = tokens.shape
     x = tokens.reshape(batch, height, width, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
     return x.reshape(batch, channels // 4, height * 2, width * 2)
+
+
+def latent_shape(settings: DrawSettings) -> tuple[int, int, int]:
+    """(C, h, w) of one picture's latents, of 16 channels and 8 pixels a cell: 2 x 2 cells are one token, so both sides are even."""
+    return CHANNELS, 2 * (settings.height // 16), 2 * (settings.width // 16)

@@ -22,8 +22,10 @@ from backend.catalog.family import (
 )
 from backend.catalog.lora.module_names import CLIP, FIRST, T5
 from backend.families._shared import autoencoder_kl, clip, t5
+from backend.families._shared.autoencoder_kl import decode, encode_image
 from backend.families._shared.bfl_keys import denoiser
-from backend.families._shared.packing import pack, unpack
+from backend.families._shared.flow_schedule import flow_sigmas
+from backend.families._shared.packing import latent_shape, pack, unpack
 from backend.families.flux.keys import LORA_SIGNS, NAME_MAPS, SIGNATURES, config_from_shapes
 from backend.families.flux.text_encoders import MAX_TOKENS, encode_text, load_tokenizer, trace_encoder, truncated
 
@@ -32,7 +34,10 @@ __all__ = [
     "NAME_MAPS",
     "SIGNATURES",
     "config_from_shapes",
+    "decode",
+    "encode_image",
     "encode_text",
+    "latent_shape",
     "load_tokenizer",
     "trace_encoder",
     "truncated",
@@ -138,33 +143,13 @@ def positions(height: int, width: int, *, device=None):
     return torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).reshape(-1, 3).float()
 
 
-def latent_shape(settings: DrawSettings) -> tuple[int, int, int]:
-    """(C, h, w) of a picture; 2 x 2 cells are one token, so both sides are even."""
-    return 16, 2 * (settings.height // 16), 2 * (settings.width // 16)
-
-
 def sigmas(settings: DrawSettings, num_steps: int):
     """Noise levels (num_steps + 1,) float32 from 1 down to 0, as diffusers' scheduler with this configuration sets them."""
     import numpy
-    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
     usual = _SCHNELL if settings.variant == "schnell" else SCHEDULER
-    schedule = FlowMatchEulerDiscreteScheduler.from_config(dict(settings.scheduler or usual))
-    said = {**SCHEDULER, **schedule.config}
-    slope = (said["max_shift"] - said["base_shift"]) / (said["max_image_seq_len"] - said["base_image_seq_len"])
-    mu = SIZES.tokens(settings.width, settings.height) * slope + said["base_shift"] - slope * said["base_image_seq_len"]
-    schedule.set_timesteps(sigmas=numpy.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
-    return schedule.sigmas
-
-
-def encode_image(parts: dict, pixels, *, generator=None, tiled: bool = False):
-    """See `autoencoder_kl.encode_image`."""
-    return autoencoder_kl.encode_image(parts, pixels, generator=generator, tiled=tiled)
-
-
-def decode(parts: dict, latents, *, tiled: bool | tuple[int, int] = False):
-    """See `autoencoder_kl.decode`."""
-    return autoencoder_kl.decode(parts, latents, tiled=tiled)
+    levels = numpy.linspace(1.0, 1 / num_steps, num_steps)
+    return flow_sigmas(settings.scheduler or usual, levels, tokens=SIZES.tokens(settings.width, settings.height))
 
 
 def example_inputs(module, point, dtype):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from backend.catalog.family import LoraSign, NameMap, Rule, Signature
 from backend.families._shared import autoencoder_kl, clip, t5
 from backend.families._shared.bfl_keys import DOUBLE, ENDS, SINGLE, double_blocks, embedders, single_norms
+from backend.families._shared.shapes import count_blocks
 
 VAE_SCALING, VAE_SHIFT = 0.3611, 0.1159  # of the published VAE's latents
 
@@ -128,8 +129,8 @@ def _denoiser_sizes(shapes: dict[str, tuple[int, ...]]) -> dict:
         "patch_size": 1,
         "in_channels": shapes["x_embedder.weight"][1],
         "out_channels": shapes["proj_out.weight"][0],
-        "num_layers": _count(shapes, "transformer_blocks."),
-        "num_single_layers": _count(shapes, "single_transformer_blocks."),
+        "num_layers": count_blocks(shapes, "transformer_blocks."),
+        "num_single_layers": count_blocks(shapes, "single_transformer_blocks."),
         "attention_head_dim": head,
         "num_attention_heads": width // head,
         "joint_attention_dim": shapes["context_embedder.weight"][1],
@@ -137,7 +138,3 @@ def _denoiser_sizes(shapes: dict[str, tuple[int, ...]]) -> dict:
         "guidance_embeds": "time_text_embed.guidance_embedder.linear_1.weight" in shapes,
         "axes_dims_rope": axes,
     }
-
-
-def _count(shapes: dict[str, tuple[int, ...]], beginning: str) -> int:
-    return len({name[len(beginning) :].partition(".")[0] for name in shapes if name.startswith(beginning)})

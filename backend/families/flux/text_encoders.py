@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from backend.families._shared import clip
-from backend.schema.messages import Trouble
+from backend.families._shared import clip, tokenizers
 
 MAX_TOKENS = 512  # that T5 reads; shorter prompts are filled up to it, as in training
-_FILES = {"tokenizer": ("tokenizer.json", "vocab.json"), "tokenizer_2": ("tokenizer.json", "spiece.model")}
 
 
 def load_tokenizer(folder: Path, name: str = "tokenizer"):
     """CLIP's tokenizer ("tokenizer") or T5's ("tokenizer_2") in `folder`. Raises Trouble("missing_file") where there is none."""
     from transformers import CLIPTokenizer, T5TokenizerFast
 
-    if not any((Path(folder) / file).is_file() for file in _FILES[name]):
-        raise Trouble(
-            "missing_file",
-            f"{folder} holds no tokenizer: no {' and no '.join(_FILES[name])}.",
-            hint=f"Name the model's folder {name}/.",
-        )
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prompts are few and short
-    found = CLIPTokenizer if name == "tokenizer" else T5TokenizerFast
-    return found.from_pretrained(folder, local_files_only=True)
+    if name == "tokenizer":
+        return tokenizers.load_from(folder, CLIPTokenizer)
+    return tokenizers.load_from(folder, T5TokenizerFast, files=("tokenizer.json", "spiece.model"), name=name)
 
 
 def encode_text(

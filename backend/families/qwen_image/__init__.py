@@ -26,6 +26,8 @@ from backend.catalog.family import (
     TrainingSchedule,
 )
 from backend.catalog.lora.module_names import DECODER
+from backend.families._shared.flow_schedule import flow_sigmas
+from backend.families._shared.packing import latent_shape, pack, unpack
 from backend.families.qwen_image.cpu_attention import MAX_TOKENS as CPU_ATTENTION_TOKENS
 from backend.families.qwen_image.cpu_attention import use_cpu_attention
 from backend.families.qwen_image.files import (
@@ -68,9 +70,11 @@ __all__ = [
     "encode_image",
     "encode_references",
     "encode_text",
+    "latent_shape",
     "load_processor",
     "load_tokenizer",
     "most_tokens",
+    "pack",
     "reference_pixels",
     "reference_sizes",
     "reference_tokens",
@@ -78,11 +82,12 @@ __all__ = [
     "tell_variant",
     "trace_encoder",
     "truncated",
+    "unpack",
     "use_cpu_attention",
 ]
 
 NAME = "qwen_image"
-COUNTS_TOKENS = True  # the templates around a prompt are known: `qwen_prompt`
+COUNTS_TOKENS = True  # the templates around a prompt are known: `prompt_template`
 TITLE = "Qwen-Image"
 WORDS = ("qwen-image", "qwen_image", "qwenimage")  # how metadata of LoRA files names it, in lower case
 
@@ -257,40 +262,13 @@ def guide(predictions, scale: float, *, x, sigma):
     return unpack(combined * (lengths[0] / lengths[1]), height, width)
 
 
-def pack(x):
-    """Latents (B, C, h, w) as tokens of 2 x 2 cells (B, S, 4C)."""
-    batch, channels, height, width = x.shape
-    x = x.reshape(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
-    return x.reshape(batch, (height // 2) * (width // 2), channels * 4)
-
-
-def unpack(tokens, height: int, width: int):
-    """The inverse of `pack` for a grid of `height` x `width` tokens."""
-    batch, _, channels = tokens.shape
-    x = tokens.reshape(batch, height, width, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
-    return x.reshape(batch, channels // 4, height * 2, width * 2)
-
-
-def latent_shape(settings: DrawSettings) -> tuple[int, int, int]:
-    """(C, h, w) of a picture; 2 x 2 cells are one token, so both sides are even."""
-    return 16, 2 * (settings.height // 16), 2 * (settings.width // 16)
-
-
 def sigmas(settings: DrawSettings, num_steps: int):
     """Noise levels (num_steps + 1,) float32 from 1 down to 0, as diffusers' scheduler with this configuration sets them."""
     import numpy
-    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-    wanted = dict(settings.scheduler or SCHEDULER)
-    if num_steps == 1:
-        wanted["shift_terminal"] = None  # stretching a single level divides nothing by nothing
-    schedule = FlowMatchEulerDiscreteScheduler.from_config(wanted)
-    said = schedule.config
-    slope = (said.max_shift - said.base_shift) / (said.max_image_seq_len - said.base_image_seq_len)
+    levels = numpy.linspace(1.0, 1 / num_steps, num_steps)
     tokens = SIZES.tokens(settings.width, settings.height)
-    mu = tokens * slope + said.base_shift - slope * said.base_image_seq_len
-    schedule.set_timesteps(sigmas=numpy.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
-    return schedule.sigmas
+    return flow_sigmas(settings.scheduler or SCHEDULER, levels, tokens=tokens)
 
 
 def example_inputs(module, point, dtype):

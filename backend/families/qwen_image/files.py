@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from backend.catalog.family import EditRule, LoraSign, Rule, Signature
+from backend.families._shared.shapes import count_blocks
 from backend.schema.messages import Trouble
 
 LAYERED, EDIT_2511 = "time_text_embed.addition_t_embedding.weight", "__index_timestep_zero__"
@@ -184,7 +185,7 @@ def _dit_sizes(shapes: dict) -> dict:
         "patch_size": 2,
         "in_channels": shapes["img_in.weight"][1],
         "out_channels": shapes["proj_out.weight"][0] // 4,
-        "num_layers": _count(shapes, "transformer_blocks."),
+        "num_layers": count_blocks(shapes, "transformer_blocks."),
         "attention_head_dim": head,
         "num_attention_heads": shapes["img_in.weight"][0] // head,
         "joint_attention_dim": shapes["txt_in.weight"][1],
@@ -209,7 +210,7 @@ def _text_sizes(shapes: dict) -> dict:
     return {
         "hidden_size": width,
         "intermediate_size": shapes["layers.0.mlp.gate_proj.weight"][0],
-        "num_hidden_layers": _count(shapes, "layers."),
+        "num_hidden_layers": count_blocks(shapes, "layers."),
         "num_attention_heads": rows[0] // head,
         "num_key_value_heads": rows[1] // head,
         "vocab_size": vocabulary,
@@ -221,7 +222,7 @@ def _text_sizes(shapes: dict) -> dict:
 
 def _vision_sizes(shapes: dict) -> dict:
     width, channels, frames, side, _ = shapes["patch_embed.proj.weight"]
-    depth = _count(shapes, "blocks.")
+    depth = count_blocks(shapes, "blocks.")
     return {
         "depth": depth,
         "hidden_size": width,
@@ -245,13 +246,9 @@ def _vae_sizes(shapes: dict) -> dict:
         "base_dim": shapes["decoder.norm_out.gamma"][0],
         "z_dim": shapes["post_quant_conv.weight"][0],
         "dim_mult": [1, 2, 4, 4][:levels],
-        "num_res_blocks": _count(shapes, "decoder.up_blocks.0.resnets.") - 1,
+        "num_res_blocks": count_blocks(shapes, "decoder.up_blocks.0.resnets.") - 1,
         "attn_scales": [],
         "temperal_downsample": [
             f"decoder.up_blocks.{level}.upsamplers.0.time_conv.weight" in shapes for level in range(levels - 1)
         ][::-1],
     }
-
-
-def _count(shapes: dict, beginning: str) -> int:
-    return len({name[len(beginning) :].partition(".")[0] for name in shapes if name.startswith(beginning)})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
+from backend.families._shared import tokenizers
 from backend.families.qwen_image import reference_images
 from backend.families.qwen_image.prompt_template import (
     EDIT_PREFIX_TOKENS,
@@ -16,26 +17,13 @@ from backend.families.qwen_image.prompt_template import (
     shown_words,
 )
 from backend.schema.messages import Trouble
-from backend.schema.untrusted import is_file
 
 
-def load_tokenizer(folder, name: str = "tokenizer"):
-    """The tokenizer in `folder`. Raises Trouble where there is none: transformers would make one that knows no word."""
-    from pathlib import Path
-
+def load_tokenizer(folder: Path, name: str = "tokenizer"):
+    """The tokenizer in `folder`. Raises Trouble("missing_file") where there is none."""
     from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
-    from backend.schema.messages import Trouble
-
-    if not any(is_file(Path(folder) / name) for name in ("tokenizer.json", "vocab.json")):
-        raise Trouble(
-            "missing_file",
-            f"{folder} holds no tokenizer: no tokenizer.json and no vocab.json.",
-            hint="Name the model's folder tokenizer/.",
-        )
-    # Prompts are few and short. The library's pool of threads gains nothing, and where no thread can be made any more it never answers.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    return Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
+    return tokenizers.load_from(folder, Qwen2Tokenizer)
 
 
 def encode_text(

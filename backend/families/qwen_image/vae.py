@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+from backend.families._shared.vae import in_tiles, sample_of
+
 TILES = (32, 24)  # latent cells a side of a tile, and from one to the next, as in diffusers
 
 
 def encode_image(parts: dict, pixels, *, generator=None, tiled: bool = False):
     """Pixels (B, 3, H, W) in [-1, 1] as normalised latents (B, C, h, w): the mean, or with a `generator` a sample. Differentiable.
     `tiled`: in the pieces that `decode` would take, for less memory."""
-    import torch
-
     vae = parts["vae"]
-    moments = _encode_moments(vae, pixels.unsqueeze(2), tiled)
-    mean, log_variance = moments.chunk(2, dim=1)
-    if generator is not None:
-        noise = torch.randn(mean.shape, generator=generator, device=generator.device, dtype=torch.float32)
-        mean = mean + torch.exp(0.5 * log_variance.clamp(-30.0, 20.0)) * noise.to(mean.device, mean.dtype)
-    shift, scale = statistics(vae, mean)
-    return ((mean - shift) * (1.0 / scale)).squeeze(2)
+    latents = sample_of(_encode_moments(vae, pixels.unsqueeze(2), tiled), generator)
+    shift, scale = statistics(vae, latents)
+    return ((latents - shift) * (1.0 / scale)).squeeze(2)
 
 
 def decode(parts: dict, latents, *, tiled: bool | tuple[int, int] = False):
@@ -30,34 +26,15 @@ def decode(parts: dict, latents, *, tiled: bool | tuple[int, int] = False):
     size, stride = tiled if isinstance(tiled, tuple) else TILES
     if tiled and max(z.shape[-2:]) > size:
         work = lambda tile: vae.decoder(vae.post_quant_conv(tile))  # noqa: E731
-        return _in_tiles(vae, z, work, size, stride, across=lambda cells: 8 * cells).squeeze(2).clamp(-1, 1)
+        return in_tiles(vae, z, work, size, stride, across=lambda cells: 8 * cells).squeeze(2).clamp(-1, 1)
     return vae.decoder(vae.post_quant_conv(z)).squeeze(2).clamp(-1, 1)
-
-
-def _in_tiles(vae, x, work, size: int, stride: int, *, across):
-    """`work` on tiles of `x`, joined. As AutoencoderKLQwenImage's tiled_decode and tiled_encode cut and blend, but one row of tiles at a
-    time, and nothing is kept for a next frame. `across`: a length of what goes in -> that length in what comes out."""
-    import torch
-
-    step, overlap = across(stride), across(size - stride)
-    above, rows = [], []
-    for top in range(0, x.shape[-2], stride):
-        row = [work(x[..., top : top + size, left : left + size]) for left in range(0, x.shape[-1], stride)]
-        for index, tile in enumerate(row):
-            if above:
-                vae.blend_v(above[index], tile, overlap)
-            if index:
-                vae.blend_h(row[index - 1], tile, overlap)
-        rows.append(torch.cat([tile[..., :step, :step] for tile in row], dim=-1))
-        above = [tile[..., -overlap:, :].clone() for tile in row] if overlap else []
-    return torch.cat(rows, dim=-2)[..., : across(x.shape[-2]), : across(x.shape[-1])]
 
 
 def _encode_moments(vae, frames, tiled: bool = False):
     size, stride = (8 * cells for cells in TILES)
     if not tiled or max(frames.shape[-2:]) <= size:
         return vae.quant_conv(vae.encoder(frames))
-    return _in_tiles(
+    return in_tiles(
         vae, frames, lambda tile: vae.quant_conv(vae.encoder(tile)), size, stride, across=lambda pixels: pixels // 8
     )
 

@@ -21,6 +21,9 @@ from backend.catalog.family import (
 )
 from backend.catalog.lora.module_names import DECODER
 from backend.families._shared import autoencoder_kl
+from backend.families._shared.autoencoder_kl import decode, encode_image
+from backend.families._shared.flow_schedule import flow_sigmas
+from backend.families._shared.packing import latent_shape
 from backend.families.z_image import text_encoder
 from backend.families.z_image.keys import LORA_SIGNS, NAME_MAPS, SIGNATURES, config_from_shapes
 from backend.families.z_image.text_encoder import count_tokens, encode_text, load_tokenizer, most_tokens, truncated
@@ -31,7 +34,10 @@ __all__ = [
     "SIGNATURES",
     "config_from_shapes",
     "count_tokens",
+    "decode",
+    "encode_image",
     "encode_text",
+    "latent_shape",
     "load_tokenizer",
     "most_tokens",
     "truncated",
@@ -68,12 +74,6 @@ TRAINING_SCHEDULE = TrainingSchedule(shift=3.0)  # at every size, as DiffSynth-S
 COMPUTE_DTYPES = ("bfloat16", "float32")
 FLOAT32_LATENTS = True
 CACHED_BLOCKS = (CachedBlocks("layers", (0,)),)
-_BASE_SHIFT, _MAX_SHIFT, _BASE_TOKENS, _MAX_TOKENS = (
-    0.5,
-    1.15,
-    256,
-    4096,
-)  # of a schedule that shifts by size, where it names no others
 
 
 def collate(encodings, settings: DrawSettings, *, branch=None, device=None, dtype=None) -> dict:
@@ -92,33 +92,13 @@ def predict(parts: dict, x, sigma, cond: dict, *, part: str = "dit", sigma_next=
     return -torch.stack([one.float() for one in found]).squeeze(2)
 
 
-def latent_shape(settings: DrawSettings) -> tuple[int, int, int]:
-    """(C, h, w) of a picture; 2 x 2 cells are one token, so both sides are even."""
-    return 16, 2 * (settings.height // 16), 2 * (settings.width // 16)
-
-
 def sigmas(settings: DrawSettings, num_steps: int):
     """Noise levels (num_steps + 1,) float32 from 1 down to 0, as diffusers' scheduler with this configuration sets them."""
     import torch
-    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-    schedule = FlowMatchEulerDiscreteScheduler.from_config(dict(settings.scheduler or SCHEDULER))
-    said = schedule.config
-    base, most = said.get("base_shift", _BASE_SHIFT), said.get("max_shift", _MAX_SHIFT)
-    first, last = said.get("base_image_seq_len", _BASE_TOKENS), said.get("max_image_seq_len", _MAX_TOKENS)
-    mu = base + (most - base) * (SIZES.tokens(settings.width, settings.height) - first) / (last - first)
-    schedule.set_timesteps(sigmas=torch.linspace(1.0, 1 / num_steps, num_steps).tolist(), mu=mu)
-    return schedule.sigmas
-
-
-def encode_image(parts: dict, pixels, *, generator=None, tiled: bool = False):
-    """See `autoencoder_kl.encode_image`."""
-    return autoencoder_kl.encode_image(parts, pixels, generator=generator, tiled=tiled)
-
-
-def decode(parts: dict, latents, *, tiled: bool | tuple[int, int] = False):
-    """See `autoencoder_kl.decode`."""
-    return autoencoder_kl.decode(parts, latents, tiled=tiled)
+    levels = torch.linspace(1.0, 1 / num_steps, num_steps).tolist()
+    tokens = SIZES.tokens(settings.width, settings.height)
+    return flow_sigmas(settings.scheduler or SCHEDULER, levels, tokens=tokens)
 
 
 def example_inputs(module, point, dtype):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from backend.catalog.family import LoraSign, NameMap, Rule, Signature
 from backend.families._shared import autoencoder_kl
+from backend.families._shared.shapes import count_blocks
 
 VAE_SCALING, VAE_SHIFT = 0.3611, 0.1159  # of the published VAE's latents, which is FLUX.1's
 
@@ -83,7 +84,7 @@ def _qwen3_sizes(shapes: dict[str, tuple[int, ...]]) -> dict:
         "vocab_size": vocabulary,
         "hidden_size": width,
         "intermediate_size": shapes["layers.0.mlp.gate_proj.weight"][0],
-        "num_hidden_layers": _count(shapes, "layers."),
+        "num_hidden_layers": count_blocks(shapes, "layers."),
         "num_attention_heads": shapes["layers.0.self_attn.q_proj.weight"][0] // head,
         "num_key_value_heads": shapes["layers.0.self_attn.k_proj.weight"][0] // head,
         "head_dim": head,
@@ -100,15 +101,11 @@ def _denoiser_sizes(shapes: dict[str, tuple[int, ...]]) -> dict:
     return {
         "in_channels": shapes["all_x_embedder.2-1.weight"][1] // 4,
         "dim": width,
-        "n_layers": _count(shapes, "layers."),
-        "n_refiner_layers": _count(shapes, "noise_refiner."),
+        "n_layers": count_blocks(shapes, "layers."),
+        "n_refiner_layers": count_blocks(shapes, "noise_refiner."),
         "n_heads": width // head,
         "n_kv_heads": shapes["layers.0.attention.to_k.weight"][0] // head,
         "cap_feat_dim": shapes["cap_embedder.1.weight"][1],
         "axes_dims": [head - head // 8 * 6, head // 8 * 3, head // 8 * 3],
         "axes_lens": [1536, 512, 512],
     }
-
-
-def _count(shapes: dict[str, tuple[int, ...]], beginning: str) -> int:
-    return len({name[len(beginning) :].partition(".")[0] for name in shapes if name.startswith(beginning)})

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from backend.catalog.family import Part, TokenCount
 from backend.catalog.models import token_count
+from backend.families._shared import tokenizers
 from backend.families._shared.text_encoding import tapped
-from backend.schema.messages import Trouble
 
 PART = Part(
     network="transformers.models.qwen3.modeling_qwen3:Qwen3Model",
@@ -26,17 +25,10 @@ TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # Qwen3's 
 
 
 def load_tokenizer(folder: Path, name: str = "tokenizer"):
-    """The tokenizer in `folder`. Raises Trouble("missing_file") where there is none: transformers would make one that knows no word."""
+    """The tokenizer in `folder`. Raises Trouble("missing_file") where there is none."""
     from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
-    if not any((Path(folder) / file).is_file() for file in ("tokenizer.json", "vocab.json")):
-        raise Trouble(
-            "missing_file",
-            f"{folder} holds no tokenizer: no tokenizer.json and no vocab.json.",
-            hint="Name the model's folder tokenizer/.",
-        )
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prompts are few and short
-    return Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
+    return tokenizers.load_from(folder, Qwen2Tokenizer)
 
 
 def encode_text(
