@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import importlib.metadata
+import importlib.util
 import json
-import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,13 +30,11 @@ from backend.training.model.base_model import BaseModel, require_part
 from backend.training.model.frozen_weights import Kept
 
 LIBRARIES = ("torch", "transformers", "diffusers", "tokenizers", "pillow", "numpy")
-CODE = (  # modules of which an encoding is made, beside the family's own
+CODE = (  # modules, and packages with all of theirs, by which an encoding is made, beside the family's own
     "backend.images.orientation",
-    "backend.engine.loading.gguf_dequantize",
-    "backend.engine.loading.load",
-    "backend.engine.quantization.config",
-    "backend.engine.quantization.int8",
-    "backend.engine.quantization.quantized_part",
+    "backend.families._shared",
+    "backend.engine.loading",
+    "backend.engine.quantization",
     "backend.engine.pipeline.image_tensors",
     "backend.training.encoding.encoding_cache",
     "backend.training.encoding.conditioning",
@@ -153,17 +150,19 @@ def _read_index(index: Path) -> dict[str, list]:
 
 def _code(base: BaseModel) -> str:
     """A hash of the code that encodes, and the libraries' versions."""
-    family = base.family
-    encoding = (family.encode_text, family.encode_image, family.encode_references, family.load_processor)
-    own = {function.__module__ for function in encoding}
-    return key_of(*map(_source_digest, sorted({*own, *CODE})), *_versions(LIBRARIES))
+    return key_of(*map(_source_digest, sorted({base.family.__name__, *CODE})), *_versions(LIBRARIES))
 
 
 @functools.cache
-def _source_digest(module: str) -> str:
-    """Of a module's source, or of its name where there is none to read (then the versions tell)."""
-    file = getattr(sys.modules.get(module) or importlib.import_module(module), "__file__", None)
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file and exists(Path(file)) else module
+def _source_digest(name: str) -> str:
+    """Of a module's source, of a package's all; of its name where there is none to read (then the versions tell)."""
+    found = importlib.util.find_spec(name)
+    folders = found.submodule_search_locations if found else None
+    files = sorted(path for folder in folders for path in Path(folder).glob("*.py")) if folders else []
+    if not folders and found and found.origin:
+        files = [Path(found.origin)]
+    texts = [path.read_bytes() for path in files if exists(path)]
+    return hashlib.sha256(b"".join(texts)).hexdigest() if texts else name
 
 
 @functools.cache

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file
 
 from backend.engine.quantization.config import QuantizeConfig
+from backend.schema.paths import PROJECT
 from backend.schema.training.config import ModelSection
 from backend.training.encoding.cache_key import content_digests, encoder_key, folder_digest
 from backend.training.encoding.encoding_cache import key_of
@@ -142,3 +143,21 @@ def test_a_preset_lora_of_the_text_encoder_is_in_what_it_encodes(run_training, e
         assert run_training(tmp_path / name, *SHORT, *flags) == 0
         losses.append([event["loss"] for event in events(tmp_path / name) if event["event"] == "step"])
     assert losses[0] != losses[1] == losses[2]
+
+
+def test_all_code_of_a_family_and_what_families_share_is_in_the_key(monkeypatch):
+    """A changed template, a helper of several families, or how weights are dequantized: other encodings."""
+    from backend.families import FAMILIES
+    from backend.training.encoding import cache_key
+
+    digest = cache_key._source_digest.__wrapped__
+    watched = [PROJECT / "backend" / "engine" / "loading" / "dequantize.py"]
+    watched.append(PROJECT / "backend" / "families" / "_shared" / "text_encoding.py")
+    watched.append(PROJECT / "backend" / "families" / "qwen_image" / "prompt_template.py")
+    names = [*cache_key.CODE, *(family.__name__ for family in FAMILIES if family.DRAWS)]
+    before = {name: digest(name) for name in names}
+    read = Path.read_bytes
+    for path in watched:
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "read_bytes", lambda one, path=path: read(one) + (b"#" if one == path else b""))
+            assert sum(digest(name) != before[name] for name in names) == 1, path
