@@ -19,6 +19,7 @@ from html import escape
 from pathlib import Path
 
 from backend.schema.paths import PROJECT
+from tests.imports import MODULES, module_of, own_imports, package_of, tree_of
 
 TOPS = ("backend", "studio")
 LONGEST_FUNCTION = 40
@@ -31,44 +32,18 @@ SHAPES = re.compile(r"\([A-Za-z0-9_]+(?:\s*[,x]\s*[\w/*+. -]+)+,?\)|\bscalar\b|\
 ERRORS = re.compile(r"\bRaises\b|\bTroubles?\b|\b\w+Error\b")
 
 
-def files() -> list[Path]:
-    found = (path for top in TOPS for path in (PROJECT / top).rglob("*.py"))
-    return sorted(path for path in found if path.name != "sitecustomize.py")
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def module_of(path: Path) -> str:
-    parts = path.relative_to(PROJECT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
 @cache
 def modules() -> dict[str, Path]:
-    return {module_of(path): path for path in files()}
+    return {name: path for name, path in MODULES.items() if name.partition(".")[0] in TOPS}
 
 
-def package_of(module: str) -> str:
-    """The package of a module; a package is its own."""
-    return module if modules()[module].name == "__init__.py" else module.rpartition(".")[0]
+def files() -> list[Path]:
+    return sorted(modules().values())
 
 
-@cache
-def imported(module: str) -> frozenset[str]:
-    """The project's modules that `module` imports, anywhere in it."""
-    found: set[str] = set()
-    for node in ast.walk(tree_of(modules()[module])):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            inner = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [name if name in modules() else node.module for name in inner]
-        found |= {name for name in names if name in modules() and name != module}
-    return frozenset(found)
+def imported(module: str) -> set[str]:
+    """The modules that `module` imports, anywhere in it."""
+    return {name for name, _ in own_imports(modules()[module]) if name in modules()} - {module}
 
 
 @cache

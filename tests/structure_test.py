@@ -9,7 +9,7 @@ AT_MOST = {  # each may only fall
     "levels": 15,
     "circles": 0,
     "most modules in a package": 15,
-    "lines over 120": 320,
+    "lines over 120": 292,
     "fmt: skip": 16,
 }
 AT_LEAST = {  # shares of those that should; each may only grow

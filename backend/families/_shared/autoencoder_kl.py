@@ -23,7 +23,8 @@ def autoencoder() -> Part:
 
 
 def signature(channels: int, title: str, *, quantized: bool = False) -> Signature:
-    """The VAE with so many latent channels; `quantized`: with the 1 x 1 convolutions around the latents that older models have."""
+    """The VAE with so many latent channels; `quantized`: with the 1 x 1 convolutions around the latents that older
+    models have."""
     names = (
         "decoder.up_blocks.{}.resnets.0.conv1.weight",
         "encoder.down_blocks.{}.resnets.0.conv1.weight",
@@ -36,7 +37,8 @@ def signature(channels: int, title: str, *, quantized: bool = False) -> Signatur
 
 
 def sizes(shapes: dict[str, tuple[int, ...]], *, scaling: float, shift: float | None) -> dict:
-    """The class's keyword arguments from parameter shapes. `scaling` and `shift` of latents cannot be seen in them: the family's own."""
+    """The class's keyword arguments from parameter shapes. `scaling` and `shift` of latents cannot be seen in them:
+    the family's own."""
     levels = count_blocks(shapes, "encoder.down_blocks.")
     quantized = "quant_conv.weight" in shapes
     return {
@@ -56,8 +58,8 @@ def sizes(shapes: dict[str, tuple[int, ...]], *, scaling: float, shift: float | 
 
 
 def encode_image(parts: dict, pixels: torch.Tensor, *, generator=None, tiled: bool = False) -> torch.Tensor:
-    """Pixels (B, 3, H, W) in [-1, 1] as normalised latents (B, C, h, w): the mean, or with a `generator` of the CPU a sample. Differentiable.
-    `tiled`: in the pieces that `decode` would take."""
+    """Pixels (B, 3, H, W) in [-1, 1] as normalised latents (B, C, h, w): the mean, or with a `generator` of the CPU a
+    sample. Differentiable. `tiled`: in the pieces that `decode` would take."""
     vae = parts["vae"]
 
     def moments_of(piece):
@@ -73,7 +75,8 @@ def encode_image(parts: dict, pixels: torch.Tensor, *, generator=None, tiled: bo
 
 
 def decode(parts: dict, latents: torch.Tensor, *, tiled: bool | tuple[int, int] = False) -> torch.Tensor:
-    """Pixels (B, 3, H, W) in [-1, 1] of normalised latents (B, C, h, w). `tiled`: in pieces of `Family.TILES`, or of the two numbers given."""
+    """Pixels (B, 3, H, W) in [-1, 1] of normalised latents (B, C, h, w). `tiled`: in pieces of `Family.TILES`, or of
+    the two numbers given."""
     vae = parts["vae"]
     z = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
 

@@ -1,4 +1,5 @@
-"""What the two FLUX families have in common: how their original names the double blocks and both ends, and which layers stay precise."""
+"""What the two FLUX families have in common: how their original names the double blocks and both ends, and which
+layers stay precise."""
 
 from __future__ import annotations
 

@@ -10,8 +10,9 @@ if TYPE_CHECKING:
 
 
 def flow_sigmas(scheduler: Mapping[str, object], levels: Sequence[float], *, tokens: int) -> torch.Tensor:
-    """(N + 1,) float32 from 1 down to 0: the even `levels` (N,) shifted as `scheduler`, the fields of scheduler_config.json, says; a shift by
-    size is that of a picture of so many `tokens` (the `mu` of diffusers' pipelines)."""
+    """Noise levels, float32 of shape (N + 1,), from 1 down to 0: the even `levels` (N,) shifted as `scheduler`, the
+    fields of scheduler_config.json, says; a shift by size is that of a picture of so many `tokens` (the `mu` of
+    diffusers' pipelines)."""
     from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
     wanted = dict(scheduler)

@@ -30,5 +30,6 @@ def unpack(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 
 def latent_shape(settings: DrawSettings) -> tuple[int, int, int]:
-    """(C, h, w) of one picture's latents, of 16 channels and 8 pixels a cell: 2 x 2 cells are one token, so both sides are even."""
+    """(C, h, w) of one picture's latents, of 16 channels and 8 pixels a cell: 2 x 2 cells are one token, so both sides
+    are even."""
     return CHANNELS, 2 * (settings.height // 16), 2 * (settings.width // 16)

@@ -1,4 +1,5 @@
-"""T5's encoder as a part: `T5Stack`, which has the embedding of tokens as its own, so that no weight is there under two names."""
+"""T5's encoder as a part: `T5Stack`, which has the embedding of tokens as its own, so that no weight is there under
+two names."""
 
 from __future__ import annotations
 

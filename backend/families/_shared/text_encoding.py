@@ -1,7 +1,8 @@
 """States of a text encoder's inner layers, for families that condition on those.
 
-A language model is read below its top: at `hidden_states[-2]`, or at several layers side by side. `Part.taps` says which, so that the blocks
-above the last of them are left in their file (a quarter of some encoders), and `tapped` gives them of an encoder that was loaded so.
+A language model is read below its top: at `hidden_states[-2]`, or at several layers side by side. `Part.taps` says
+which, so that the blocks above the last of them are left in their file (a quarter of some encoders), and `tapped`
+gives them of an encoder that was loaded so.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ if TYPE_CHECKING:
 
 
 def tapped(encoder: torch.nn.Module, part, **inputs) -> list[torch.Tensor]:
-    """The states (B, L, D) after each of `part.taps` layers, in their order, without the encoder's final norm: transformers'
-    `hidden_states[tap]` of the whole encoder. `inputs` are those of its call: input_ids (B, L), attention_mask. Differentiable.
+    """The states (B, L, D) after each of `part.taps` layers, in their order, without the encoder's final norm:
+    transformers' `hidden_states[tap]` of the whole encoder. `inputs` are those of its call: input_ids (B, L),
+    attention_mask. Differentiable.
 
-    The encoder is one of which blocks above the last tap are not loaded (`backend.catalog.models.match_parts`). Raises ValueError for
-    a tap that it does not reach.
+    The encoder is one of which blocks above the last tap are not loaded (`backend.catalog.models.match_parts`). Raises
+    ValueError for a tap that it does not reach.
     """
     layers = encoder.get_submodule(part.blocks[0])
     found: dict[int, torch.Tensor] = {}
@@ -45,7 +47,8 @@ def tapped(encoder: torch.nn.Module, part, **inputs) -> list[torch.Tensor]:
 
 
 def _layers_of(taps: Sequence[int], loaded: int) -> list[int]:
-    """How many layers lie below each tap, in an encoder of which `loaded` are there: one counted from the end is the last of those."""
+    """How many layers lie below each tap, in an encoder of which `loaded` are there: one counted from the end is the
+    last of those."""
     if any(tap < 0 for tap in taps) and len(taps) > 1:
         raise ValueError("several taps are counted from the first layer")
     found = [loaded if tap < 0 else tap for tap in taps]

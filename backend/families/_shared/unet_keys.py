@@ -1,7 +1,7 @@
 """The original Stable Diffusion UNet's module names, worked out from the loaded UNet's own module list.
 
-The original numbers its blocks through; diffusers has levels. Which number is which depends on how many resnets a level has,
-so the map is computed and no table of it is kept.
+The original numbers its blocks through; diffusers has levels. Which number is which depends on how many resnets a
+level has, so the map is computed and no table of it is kept.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def _has(modules: tuple[str, ...], beginning: str) -> bool:
 
 
 def _inside(theirs: str, ours: str, modules: tuple[str, ...]) -> Iterable[Rule]:
-    """Rules for a block itself and for what lies in it (a resnet's parts have names of their own, a transformer's are alike)."""
+    """Rules for a block itself and for what lies in it (a resnet's parts have names of their own, a transformer's are
+    alike)."""
     for name in modules:
         if name == ours:
             yield Rule(theirs, (name,))

@@ -10,8 +10,9 @@ if TYPE_CHECKING:
 
 
 def sample_of(moments: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """Latents of an encoder's `moments`, mean and log variance side by side in dimension 1: the mean, or with a `generator` (of the CPU) a
-    sample, for which float32 numbers are drawn as diffusers draws them. Differentiable."""
+    """Latents (B, C, h, w) of an encoder's `moments` (B, 2C, h, w), mean and log variance side by side in dimension 1:
+    the mean, or with a `generator` (of the CPU) a sample, for which float32 numbers are drawn as diffusers draws them.
+    Differentiable."""
     import torch
 
     mean, log_variance = moments.chunk(2, dim=1)
@@ -30,9 +31,9 @@ def in_tiles(
     *,
     across: Callable[[int], int],
 ) -> torch.Tensor:
-    """`work` on tiles of `x` (..., H, W), `size` a side and `stride` apart, joined. As diffusers' tiled_decode and tiled_encode cut and blend,
-    by the `vae`'s own `blend_v` and `blend_h`, but one row of tiles at a time, and nothing is kept for a next frame. `across`: a length of what
-    goes in -> that length in what comes out."""
+    """`work` on tiles of `x` (B, C, H, W), or (B, C, 1, H, W), `size` a side and `stride` apart, joined. As diffusers'
+    tiled_decode and tiled_encode cut and blend, by the `vae`'s own `blend_v` and `blend_h`, but one row of tiles at a
+    time, and nothing is kept for a next frame. `across`: a length of what goes in -> that length in what comes out."""
     import torch
 
     step, overlap = across(stride), across(size - stride)

@@ -1,7 +1,8 @@
-"""FLUX.1 (dev, schnell, Krea): text-to-image and image-to-image, as diffusers' FluxPipeline and FluxImg2ImgPipeline compute them. Kontext, Fill,
-Depth and Canny are recognised and take LoRAs, and do not draw yet.
+"""FLUX.1 (dev, schnell, Krea): text-to-image and image-to-image, as diffusers' FluxPipeline and FluxImg2ImgPipeline
+compute them. Kontext, Fill, Depth and Canny are recognised and take LoRAs, and do not draw yet.
 
-Shapes: B pictures, C latent channels, h x w latent cells (8 pixels a side), S = h/2 * w/2 tokens, L = 512 text tokens, D text width, P pooled width.
+Shapes: B pictures, C latent channels, h x w latent cells (8 pixels a side), S = h/2 * w/2 tokens, L = 512 text tokens,
+D text width, P pooled width.
 
 Read: keys, text_encoders.
 """
@@ -102,7 +103,8 @@ def most_tokens(variant: str, *, pictures: bool = False) -> TokenCount:
 
 
 def collate(encodings, settings: DrawSettings, *, branch=None, device=None, dtype=None) -> dict:
-    """Encodings of `encode_text` side by side: {"embeds": (B, L, D), "pooled": (B, P), "guidance": (B,) float32 or None}."""
+    """Encodings of `encode_text` side by side: {"embeds": (B, L, D), "pooled": (B, P), "guidance": (B,) float32 or
+    None}."""
     import torch
 
     scale = None
@@ -115,7 +117,8 @@ def collate(encodings, settings: DrawSettings, *, branch=None, device=None, dtyp
 
 
 def predict(parts: dict, x, sigma, cond: dict, *, part: str = "dit", sigma_next=None):
-    """The velocity (noise - picture) at `x` (B, C, h, w) and `sigma` (B,) in [0, 1], given `collate`'s `cond`. Differentiable."""
+    """The velocity (noise - picture) at `x` (B, C, h, w) and `sigma` (B,) in [0, 1], given `collate`'s `cond`.
+    Differentiable."""
     import torch
 
     height, width = x.shape[-2] // 2, x.shape[-1] // 2
@@ -144,7 +147,8 @@ def positions(height: int, width: int, *, device=None):
 
 
 def sigmas(settings: DrawSettings, num_steps: int):
-    """Noise levels (num_steps + 1,) float32 from 1 down to 0, as diffusers' scheduler with this configuration sets them."""
+    """Noise levels (num_steps + 1,) float32 from 1 down to 0, as diffusers' scheduler with this configuration sets
+    them."""
     import numpy
 
     usual = _SCHNELL if settings.variant == "schnell" else SCHEDULER

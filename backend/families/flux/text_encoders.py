@@ -10,7 +10,8 @@ MAX_TOKENS = 512  # that T5 reads; shorter prompts are filled up to it, as in tr
 
 
 def load_tokenizer(folder: Path, name: str = "tokenizer"):
-    """CLIP's tokenizer ("tokenizer") or T5's ("tokenizer_2") in `folder`. Raises Trouble("missing_file") where there is none."""
+    """CLIP's tokenizer ("tokenizer") or T5's ("tokenizer_2") in `folder`. Raises Trouble("missing_file") where there
+    is none."""
     from transformers import CLIPTokenizer, T5TokenizerFast
 
     if name == "tokenizer":

@@ -1,7 +1,8 @@
-"""Z-Image (Turbo, Base): text-to-image and image-to-image, as diffusers' ZImagePipeline and ZImageImg2ImgPipeline compute them.
+"""Z-Image (Turbo, Base): text-to-image and image-to-image, as diffusers' ZImagePipeline and ZImageImg2ImgPipeline
+compute them.
 
-Shapes: B pictures, C latent channels, h x w latent cells (8 pixels a side), L text tokens, D text width.
-Guidance counts from 1 here as everywhere: a scale of 1 is diffusers' 0 (none), 5 its 4.
+Shapes: B pictures, C latent channels, h x w latent cells (8 pixels a side), L text tokens, D text width. Guidance
+counts from 1 here as everywhere: a scale of 1 is diffusers' 0 (none), 5 its 4.
 
 Read: keys, text_encoder.
 """
@@ -82,7 +83,8 @@ def collate(encodings, settings: DrawSettings, *, branch=None, device=None, dtyp
 
 
 def predict(parts: dict, x, sigma, cond: dict, *, part: str = "dit", sigma_next=None):
-    """The velocity (noise - picture), float32, at `x` (B, C, h, w) and `sigma` (B,) in [0, 1], given `collate`'s `cond`. Differentiable.
+    """The velocity (noise - picture), float32, at `x` (B, C, h, w) and `sigma` (B,) in [0, 1], given `collate`'s
+    `cond`. Differentiable.
 
     The network counts time from the noise (1 - sigma) and gives the velocity towards the picture."""
     import torch
@@ -93,7 +95,8 @@ def predict(parts: dict, x, sigma, cond: dict, *, part: str = "dit", sigma_next=
 
 
 def sigmas(settings: DrawSettings, num_steps: int):
-    """Noise levels (num_steps + 1,) float32 from 1 down to 0, as diffusers' scheduler with this configuration sets them."""
+    """Noise levels (num_steps + 1,) float32 from 1 down to 0, as diffusers' scheduler with this configuration sets
+    them."""
     import torch
 
     levels = torch.linspace(1.0, 1 / num_steps, num_steps).tolist()
